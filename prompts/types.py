@@ -1,0 +1,143 @@
+"""The values this package hands out, and its errors. Pure: no files, no tokenizer.
+
+```
+InputError       an input file cannot be used at all: the run stops before the first prompt
+TokenizerError   the model's tokenizer cannot be loaded: the run stops before the first prompt
+RowError         one row gives no prompt; caught inside the package and handed out as a `BadRow`
+```
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+#: Part of every key: a new meaning of ids or mask must give new keys.
+KEY_TAG: Final = b"hidden-state-extractor prompt 1\n"
+
+
+class RowReason(StrEnum):
+    """Why an input row gives no prompt. Closed: every such row has exactly one of these."""
+
+    #: The line is not JSON (UTF-8; NaN, lone surrogates and more than 1,024 levels are not).
+    BAD_JSON = "bad_json"
+    #: JSON, but not an object.
+    NOT_AN_OBJECT = "not_an_object"
+    #: None of the fields that could hold a prompt is there.
+    UNKNOWN_SHAPE = "unknown_shape"
+    #: A turn's role is missing or not in the table.
+    UNKNOWN_ROLE = "unknown_role"
+    #: A turn or a text is missing, empty, or not text (images too).
+    BAD_CONTENT = "bad_content"
+    #: No turns, no user turn first, ...
+    BAD_ORDER = "bad_order"
+    #: Two fields that mean the same thing disagree.
+    CONFLICTING_FIELDS = "conflicting_fields"
+    #: A field that changes the prompt and that we cannot render (tool calls, reasoning, images).
+    UNSUPPORTED_FIELD = "unsupported_field"
+    #: `input_ids` is not a flat list of integers in [0, 2**31).
+    BAD_INPUT_IDS = "bad_input_ids"
+    #: `loss_mask` is not a list of 0 and 1, one for each id.
+    BAD_LOSS_MASK = "bad_loss_mask"
+    #: No token comes out.
+    EMPTY_PROMPT = "empty_prompt"
+    #: The chat template refused the row, lost a turn of it, or there is no template.
+    RENDER_FAILED = "render_failed"
+    #: The assistant turns cannot be located in the rendering with certainty.
+    MASK_FAILED = "mask_failed"
+
+
+class InputError(Exception):
+    """An input file cannot be used. The message names the path and what to do."""
+
+
+class TokenizerError(Exception):
+    """The tokenizer cannot be loaded. The message names it and what to do."""
+
+
+class RowError(Exception):
+    """One row gives no prompt.
+
+    `detail` names fields and turn numbers (from 0), never the row's text.
+    """
+
+    def __init__(self, reason: RowReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prompt:
+    """One input row, rendered and tokenised. N is at least 1."""
+
+    ordinal: int  # position among the non-blank rows of all input files, from 0
+    source: str  # path of the input file, as it was given
+    line: int  # line in that file, from 1
+    label: str | None  # the row's own id as JSON text, so that 1 and "1" stay apart
+    input_ids: npt.NDArray[np.int32]  # [N], exactly what the model is sent
+    loss_mask: npt.NDArray[np.uint8]  # [N], 1 on the tokens a drafter learns to predict
+
+    def __post_init__(self) -> None:
+        _check_shapes(self.input_ids, self.loss_mask)
+        for name, array, dtype in (
+            ("input_ids", self.input_ids, np.int32),
+            ("loss_mask", self.loss_mask, np.uint8),
+        ):
+            if array.dtype != dtype:
+                raise ValueError(f"{name} must be {np.dtype(dtype)}, not {array.dtype}")
+        if not self.input_ids.size:
+            raise ValueError("input_ids must not be empty")
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return int(self.input_ids.size)
+
+    @property
+    def num_trained(self) -> int:
+        """How many tokens have mask 1; 0 means that the prompt teaches a drafter nothing."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def key(self) -> str:
+        """`prompt_key` of the ids and the mask: equal prompts have equal keys."""
+        return prompt_key(self.input_ids, self.loss_mask)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadRow:
+    """One input row that gives no prompt, and why. Fields as in `Prompt` and `RowError`."""
+
+    ordinal: int
+    source: str
+    line: int
+    label: str | None
+    reason: RowReason
+    detail: str
+
+
+def prompt_key(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer]) -> str:
+    """The digest that names a prompt's content: 32 hexadecimal digits.
+
+    XXH3-128 over `KEY_TAG`, N (uint64), the ids (N x int32) and the mask (N bytes), little-endian:
+    it can be computed again from any copy of the two, whatever their integer type.
+    Raises `ValueError` where the two are not flat and equally long.
+    """
+    _check_shapes(ids, mask)
+    digest = xxhash.xxh3_128(KEY_TAG)
+    digest.update(struct.pack("<Q", ids.size))
+    digest.update(np.ascontiguousarray(ids, dtype="<i4").tobytes())
+    digest.update(np.ascontiguousarray(mask, dtype=np.uint8).tobytes())
+    return digest.hexdigest()
+
+
+def _check_shapes(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer]) -> None:
+    if ids.ndim != 1 or mask.shape != ids.shape:
+        raise ValueError(f"ids {ids.shape} and mask {mask.shape} must be flat and equally long")

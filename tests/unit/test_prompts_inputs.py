@@ -1,0 +1,138 @@
+"""Input files: what is read, what is refused, how rows are numbered."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prompts import inputs
+from prompts.inputs import InputFile, read_rows, scan_inputs
+from prompts.types import InputError
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def rows_of(*paths: Path) -> list[tuple[int, str, int, bytes]]:
+    rows = read_rows(scan_inputs(paths))
+    return [(row.ordinal, Path(row.source).name, row.line, row.data.strip()) for row in rows]
+
+
+def test_a_scan_tells_size_digest_and_rows(tmp_path: Path) -> None:
+    data = b'{"a":1}\n\n{"a":2}'
+    path = write(tmp_path / "a.jsonl", data)
+    assert scan_inputs([path]) == (
+        InputFile(
+            path=str(path), size_bytes=16, digest=xxhash.xxh3_128_hexdigest(data), num_rows=2
+        ),
+    )
+
+
+def test_rows_are_numbered_over_all_files_and_lines_within_each(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", b"{1}\n{2}\n")
+    b = write(tmp_path / "b.jsonl", b"{3}\n")
+    assert rows_of(a, b) == [
+        (0, "a.jsonl", 1, b"{1}"),
+        (1, "a.jsonl", 2, b"{2}"),
+        (2, "b.jsonl", 1, b"{3}"),
+    ]
+
+
+def test_blank_lines_count_as_lines_but_not_as_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b"\n{1}\n  \t\r\n\r\n{2}\n\n")
+    assert rows_of(path) == [(0, "a.jsonl", 2, b"{1}"), (1, "a.jsonl", 5, b"{2}")]
+
+
+def test_windows_line_ends_and_a_last_line_without_one_are_fine(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b"{1}\r\n{2}")
+    assert [row[3] for row in rows_of(path)] == [b"{1}", b"{2}"]
+
+
+def test_one_byte_order_mark_is_dropped_from_each_file_and_no_more(tmp_path: Path) -> None:
+    bom = b"\xef\xbb\xbf"
+    a = write(tmp_path / "a.jsonl", bom + b"{1}\n" + bom + b"{2}\n")
+    b = write(tmp_path / "b.jsonl", bom + b"\n" + b"{3}\n")
+    assert [row[3] for row in rows_of(a, b)] == [b"{1}", bom + b"{2}", b"{3}"]
+
+
+def test_unicode_line_separators_split_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text":"a\u2028b\u0085c"}\n'.encode())
+    assert len(rows_of(path)) == 1
+
+
+def test_a_line_longer_than_a_chunk_is_one_row(tmp_path: Path) -> None:
+    data = b'{"text":"' + b"x" * (3 * inputs.CHUNK_BYTES) + b'"}'
+    path = write(tmp_path / "a.jsonl", data + b"\n{2}\n")
+    assert [row[3] for row in rows_of(path)] == [data, b"{2}"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    data=st.binary(max_size=40).map(
+        lambda b: b.translate(bytes(b"\n \r{}x"[i % 6] for i in range(256)))
+    )
+)
+def test_scan_and_read_agree_on_the_rows_wherever_chunks_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    monkeypatch.setattr(inputs, "CHUNK_BYTES", 3)
+    path = write(tmp_path / "a.jsonl", data)
+    expected = [(n, line) for n, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
+    if not expected:
+        with pytest.raises(InputError, match="no rows"):
+            scan_inputs([path])
+        return
+    assert [
+        (row.line, row.data.rstrip(b"\n")) for row in read_rows(scan_inputs([path]))
+    ] == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no rows: give a file with one JSON object"),
+        (b"\n \n", "no rows"),
+        (gzip.compress(b"{}"), "gzip is not supported yet: decompress"),
+        (b"\x28\xb5\x2f\xfd...", "zstd is not supported yet: decompress"),
+        (b"PAR1....", "Parquet is not supported yet: convert it to JSONL"),
+        (b"ARROW1\x00\x00", "Arrow is not supported yet: convert it to JSONL"),
+        ('{"text":"a"}'.encode("utf-16"), "UTF-16.*convert it to UTF-8"),
+        (b'\xef\xbb\xbf \n [\n{"text":"a"}]', "a JSON array, not JSONL: write one object on each"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_with_what_to_do(
+    tmp_path: Path, data: bytes, message: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", data)
+    with pytest.raises(InputError, match=message) as caught:
+        scan_inputs([path])
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_a_directory_and_a_pipe_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in [
+        (tmp_path / "none.jsonl", "no such file"),
+        (tmp_path, "is a directory"),
+        (tmp_path / "pipe", "not a regular file"),
+        ("nul\0", "cannot be opened"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            scan_inputs([path])
+
+
+@pytest.mark.parametrize("later", [b"{1}\n", b"{1}\n{2}\n{3}\n"])
+def test_a_file_that_changed_after_the_scan_is_noticed(tmp_path: Path, later: bytes) -> None:
+    path = write(tmp_path / "a.jsonl", b"{1}\n{2}\n")
+    files = scan_inputs([path])
+    path.write_bytes(later)
+    with pytest.raises(InputError, match="changed while it was being read"):
+        list(read_rows(files))
