@@ -1,0 +1,112 @@
+"""Ties pieces to prompts by rid, and tells when a prompt's pieces are whole. Pure.
+
+The order in which pieces are seen and their counters mean nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+Handle = TypeVar("Handle")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece(Generic[Handle]):
+    """Rows [start, start + rows) of one request; `handle` is whatever the caller reads them by."""
+
+    start: int
+    rows: int
+    handle: Handle
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows
+
+
+class Tiling(StrEnum):
+    """How a set of pieces covers [0, N)."""
+
+    COMPLETE = "complete"  # every row exactly once
+    INCOMPLETE = "incomplete"  # no conflict, but rows are still missing
+    OVERLAP = "overlap"  # some row twice
+    OUT_OF_RANGE = "out_of_range"  # rows outside [0, N)
+
+
+def tile(pieces: Iterable[Piece[Handle]], num_tokens: int) -> Tiling:
+    """How `pieces`, in any order, cover the rows [0, num_tokens)."""
+    covered = 0
+    position = 0
+    for piece in sorted(pieces, key=lambda piece: (piece.start, piece.rows)):
+        if piece.start < 0 or piece.rows < 1 or piece.end > num_tokens:
+            return Tiling.OUT_OF_RANGE
+        if piece.start < position:
+            return Tiling.OVERLAP
+        position = piece.end
+        covered += piece.rows
+    return Tiling.COMPLETE if covered == num_tokens else Tiling.INCOMPLETE
+
+
+class Match(StrEnum):
+    """What a piece means to the correlator."""
+
+    WAITING = "waiting"  # expected; more of this request must come
+    COMPLETE = "complete"  # expected; the request's pieces now tile its prompt
+    CONFLICT = "conflict"  # expected, but overlaps another piece or leaves [0, N)
+    ORPHAN = "orphan"  # nobody waits for this rid (any more)
+
+
+@dataclass(slots=True)
+class _Expected(Generic[Handle]):
+    num_tokens: int
+    pieces: list[Piece[Handle]] = field(default_factory=list)
+
+
+class Correlator(Generic[Handle]):
+    """The requests in flight and the pieces seen of each. Memory: one entry per request in flight.
+
+    >>> correlator = Correlator[str]()
+    >>> correlator.expect("rid-1", num_tokens=5)
+    >>> correlator.add("rid-1", Piece(start=3, rows=2, handle="b"))
+    <Match.WAITING: 'waiting'>
+    >>> correlator.add("rid-1", Piece(start=0, rows=3, handle="a"))
+    <Match.COMPLETE: 'complete'>
+    >>> [piece.handle for piece in correlator.close("rid-1")]
+    ['a', 'b']
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[str, _Expected[Handle]] = {}
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def expect(self, rid: str, *, num_tokens: int) -> None:
+        """Start waiting for `rid`. A rid names one attempt, so it is expected once only."""
+        if rid in self._expected:
+            raise ValueError(f"rid {rid!r} is expected already")
+        self._expected[rid] = _Expected(num_tokens=num_tokens)
+
+    def add(self, rid: str, piece: Piece[Handle]) -> Match:
+        """Note a piece of `rid`. A conflicting piece is kept too, so that `close` returns it."""
+        expected = self._expected.get(rid)
+        if expected is None:
+            return Match.ORPHAN
+        expected.pieces.append(piece)
+        match tile(expected.pieces, expected.num_tokens):
+            case Tiling.COMPLETE:
+                return Match.COMPLETE
+            case Tiling.INCOMPLETE:
+                return Match.WAITING
+            case _:
+                return Match.CONFLICT
+
+    def rows_seen(self, rid: str) -> int:
+        return sum(piece.rows for piece in self._expected[rid].pieces)
+
+    def close(self, rid: str) -> list[Piece[Handle]]:
+        """Stop waiting for `rid`; its pieces so far, by start. Later pieces are orphans."""
+        expected = self._expected.pop(rid, None)
+        return [] if expected is None else sorted(expected.pieces, key=lambda piece: piece.start)

@@ -1,0 +1,104 @@
+"""The one thread that owns the manifest, for asyncio callers: batched commits.
+
+Changes made while a commit is under way join the next one, so that the number of commits (and
+fsyncs) adapts to their cost by itself: a slow disk makes larger batches, an idle one small ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from manifest.records import Change
+from manifest.store import Store
+
+Result = TypeVar("Result")
+
+
+class StoreOwner:
+    """Runs every call on the store's own thread, one after another.
+
+    `post` notes a change and returns at once; `commit` returns when its changes, and all that
+    were posted before, are durable. A failed commit is raised by every call that waits for it and
+    by every later one: nothing is written after a gap.
+    """
+
+    def __init__(self, executor: ThreadPoolExecutor, store: Store) -> None:
+        self._executor = executor
+        self._store = store
+        self._batch: list[Change] = []
+        self._batch_done: asyncio.Future[None] | None = None  # of the batch still being filled
+        self._last_done: asyncio.Future[None] | None = None  # of the newest batch begun
+        self._committer: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self.num_commits = 0
+
+    @classmethod
+    async def open(cls, path: Path) -> StoreOwner:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="manifest")
+        try:
+            store = await asyncio.get_running_loop().run_in_executor(
+                executor, Store.create_or_open, path
+            )
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        return cls(executor, store)
+
+    async def call(self, function: Callable[[Store], Result]) -> Result:
+        """Run `function(store)` on the owner thread, after all that was posted before."""
+        await self.drain()
+        return await self._run(function)
+
+    def post(self, *changes: Change) -> None:
+        """Note changes; they become durable with one of the next commits, in this order."""
+        self._check()
+        self._batch.extend(changes)
+        if self._batch_done is None:
+            self._batch_done = self._last_done = asyncio.get_running_loop().create_future()
+        if self._committer is None:
+            self._committer = asyncio.create_task(self._commit_batches(), name="manifest-commit")
+
+    async def commit(self, *changes: Change) -> None:
+        """Return once `changes` and everything posted before them are durable."""
+        self.post(*changes)
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Return once everything posted so far is durable."""
+        if self._last_done is not None:
+            await asyncio.shield(self._last_done)
+        self._check()
+
+    async def close(self) -> None:
+        """Commit what was posted and close the file. Raises what a commit raised."""
+        try:
+            await self.drain()
+        finally:
+            await self._run(Store.close)
+            self._executor.shutdown(wait=True)
+
+    async def _run(self, function: Callable[[Store], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, function, self._store)
+
+    async def _commit_batches(self) -> None:
+        while self._batch_done is not None:
+            batch, done = self._batch, self._batch_done
+            self._batch, self._batch_done = [], None
+            if self._failure is None:
+                try:
+                    await self._run(lambda store, batch=batch: store.apply(batch))  # type: ignore[misc]
+                    self.num_commits += 1
+                except Exception as error:
+                    # Kept, not raised: every waiter and every later call gets it from _check.
+                    self._failure = error
+            done.set_result(None)
+        self._committer = None
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure

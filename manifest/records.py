@@ -1,0 +1,128 @@
+"""The values that cross the manifest's boundary: what is written to it and read from it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manifest.states import Event, Reason, State
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One input file of the run."""
+
+    number: int  # position on the command line, from 0
+    path: str
+    size_bytes: int
+    digest: str  # xxh3-128 of the content
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A row became a prompt."""
+
+    ordinal: int  # position among all input rows, from 0
+    source: int  # number of its Source
+    line: int  # from 1
+    label: str | None  # the row's own id, as JSON
+    key: str  # digest of ids and mask
+    num_tokens: int
+    num_trained: int  # ones in the loss mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """A row gave no prompt, or one that must not be sent."""
+
+    ordinal: int
+    source: int
+    line: int
+    label: str | None
+    reason: Reason
+    detail: str
+    key: str | None = None
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moved:
+    """A prompt went through one of the events that carry no data of their own."""
+
+    ordinal: int
+    event: Event  # SEND, DUMP, VERIFY or RETRY
+    attempts: int  # requests made for it so far, over all sessions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A prompt's sample is durable at [offset, offset + size_bytes) of its shard."""
+
+    ordinal: int
+    shard: int
+    offset: int  # bytes from the start of the shard file
+    size_bytes: int
+    digest: str  # xxh3-128 of those bytes
+    num_pieces: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """A prompt is given up."""
+
+    ordinal: int
+    reason: Reason
+    detail: str
+    attempts: int
+
+
+Change = Planned | Rejected | Moved | Stored | Failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """One shard file."""
+
+    number: int
+    name: str  # its file name once sealed
+    data_start: int  # bytes before the first sample: room for the header
+    is_sealed: bool
+    size_bytes: int  # durable bytes: end of its last sample
+    num_samples: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """All the manifest knows of one input row."""
+
+    ordinal: int
+    source: int
+    line: int
+    label: str | None
+    key: str | None
+    num_tokens: int | None
+    num_trained: int | None
+    state: State
+    reason: Reason | None
+    detail: str | None
+    attempts: int
+    shard: int | None
+    offset: int | None
+    size_bytes: int | None
+    digest: str | None
+    num_pieces: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Totals:
+    """The run in numbers."""
+
+    by_state: dict[State, int]
+    by_reason: dict[Reason, int]
+    stored_tokens: int
+    stored_bytes: int
+    duplicates: int  # stored samples whose key another stored sample of lower ordinal has
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.by_state.values())

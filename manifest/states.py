@@ -1,0 +1,109 @@
+"""What can become of an input row: a total state machine, pure.
+
+```
+            send          dump           verify            store
+  PLANNED -------> SENT -------> DUMPED -------> VERIFIED -------> STORED
+     ^              |              |                |
+     +---- retry ---+----- retry --+----- retry ----+
+     |              |              |                |
+     +--- fail -----+----- fail ---+----- fail -----+-----------> FAILED(reason)
+```
+
+STORED and FAILED are terminal. A row of the input that gives no prompt at all goes straight
+from PLANNED to FAILED.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final
+
+
+class State(StrEnum):
+    """Where one input row stands."""
+
+    PLANNED = "planned"  # read, rendered and tokenised; not on the wire
+    SENT = "sent"  # a request for it is with the server
+    DUMPED = "dumped"  # its pieces tile the prompt; they lie under the dump root
+    VERIFIED = "verified"  # ids, shapes and values proven; copied, not yet durable
+    STORED = "stored"  # durable in a shard
+    FAILED = "failed"  # given up, with a reason
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (State.STORED, State.FAILED)
+
+
+class Event(StrEnum):
+    """What moves a row from one state to another."""
+
+    SEND = "send"
+    DUMP = "dump"
+    VERIFY = "verify"
+    STORE = "store"
+    RETRY = "retry"  # this attempt is over (or its process died); the row is to be sent again
+    FAIL = "fail"
+
+
+class Reason(StrEnum):
+    """Why a row is FAILED: the closed list. The first block is the input's fault."""
+
+    BAD_JSON = "bad_json"
+    NOT_AN_OBJECT = "not_an_object"
+    UNKNOWN_SHAPE = "unknown_shape"
+    UNKNOWN_ROLE = "unknown_role"
+    BAD_CONTENT = "bad_content"
+    BAD_ORDER = "bad_order"
+    CONFLICTING_FIELDS = "conflicting_fields"
+    UNSUPPORTED_FIELD = "unsupported_field"
+    BAD_INPUT_IDS = "bad_input_ids"
+    BAD_LOSS_MASK = "bad_loss_mask"
+    EMPTY_PROMPT = "empty_prompt"
+    RENDER_FAILED = "render_failed"
+    MASK_FAILED = "mask_failed"
+    TOKEN_OUT_OF_RANGE = "token_out_of_range"
+    TOO_LONG = "too_long"
+    TOO_LARGE = "too_large"  # its dump alone exceeds what /dev/shm may hold
+
+    REJECTED = "rejected"  # the server answered 4xx
+    SERVER_ERROR = "server_error"  # 5xx or an abort, on every attempt
+    TRUNCATED = "truncated"  # the server counted other prompt tokens than were sent
+    CACHED = "cached"  # rows were served from the prefix cache and have no state
+    DUMP_FAILED = "dump_failed"  # the plugin wrote an error record
+    DUMP_MISSING = "dump_missing"  # answered, but no whole dump arrived
+    DUMP_CORRUPT = "dump_corrupt"  # unreadable, or its pieces do not tile the prompt
+    WRONG_TOKENS = "wrong_tokens"  # the dump holds other token ids than were sent
+    WRONG_LAYOUT = "wrong_layout"  # other boundaries, dtype, hidden size or last kind
+    NONFINITE = "nonfinite"  # NaN or infinity among the states
+
+
+class IllegalTransition(Exception):
+    """The code asked for a transition that the table does not have: a defect."""
+
+
+_ATTEMPT_OVER: Final[Mapping[Event, State]] = {
+    Event.RETRY: State.PLANNED,
+    Event.FAIL: State.FAILED,
+}
+
+TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
+    State.PLANNED: {
+        Event.SEND: State.SENT,
+        Event.FAIL: State.FAILED,
+        Event.RETRY: State.PLANNED,
+    },
+    State.SENT: {Event.DUMP: State.DUMPED, **_ATTEMPT_OVER},
+    State.DUMPED: {Event.VERIFY: State.VERIFIED, **_ATTEMPT_OVER},
+    State.VERIFIED: {Event.STORE: State.STORED, **_ATTEMPT_OVER},
+    State.STORED: {},
+    State.FAILED: {},
+}
+
+
+def advance(state: State, event: Event) -> State:
+    """The state after `event`. Raises IllegalTransition for any pair not in TRANSITIONS."""
+    try:
+        return TRANSITIONS[state][event]
+    except KeyError:
+        raise IllegalTransition(f"no transition {event} from {state}") from None

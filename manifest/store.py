@@ -1,0 +1,387 @@
+"""The manifest file: one SQLite database, written by one thread. The only module with SQL.
+
+Durability: WAL with `synchronous=FULL`. A commit is on the disk before it returns, which the
+client needs: it unlinks a dump only after the commit that says where its copy lies. (With NORMAL
+a power cut may drop the last commits, and a dropped one whose dump is gone is a lost sample.)
+Its cost, one fsync a commit, is shared by everything that a commit holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Database
+
+from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError
+from manifest.records import (
+    Change,
+    Failed,
+    Moved,
+    Planned,
+    Rejected,
+    Row,
+    Shard,
+    Source,
+    Stored,
+    Totals,
+)
+from manifest.schema import migrations
+from manifest.states import Event, IllegalTransition, Reason, State, advance
+
+_TERMINAL = "('stored', 'failed')"
+_PAGE_ROWS = 10_000
+_COLUMNS = (
+    "ordinal, source, line, label, key, num_tokens, num_trained, state, reason, detail, "
+    "attempts, shard, offset, size_bytes, digest, num_pieces"
+)
+
+
+class Store:
+    """An open manifest. Not thread-safe: the thread that opens it is the one that uses it."""
+
+    def __init__(self, database: Database, path: Path) -> None:
+        self._db = database
+        self.path = path
+
+    # --- opening -----------------------------------------------------------------------------
+
+    @classmethod
+    def create_or_open(cls, path: Path) -> Store:
+        """Open for writing; make the file and its tables where they are missing."""
+        with _explained(path):
+            database = Database(sqlite3.connect(path, isolation_level=None))
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = FULL")
+            database.execute("PRAGMA foreign_keys = ON")
+            # Bounds the WAL file after a burst; no reader here holds a cursor open for long.
+            database.execute("PRAGMA journal_size_limit = 67108864")
+            _check_version(database, path)
+            migrations.apply(database)
+            return cls(database, path)
+
+    @classmethod
+    def open_read_only(cls, path: Path) -> Store:
+        """Open for reading, also while another process writes. Raises ManifestMissing."""
+        if not path.is_file():
+            raise ManifestMissing(
+                f"{path}: no manifest there. Name the directory given to `extractor run --out`."
+            )
+        with _explained(path):
+            connection = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None
+            )
+            database = Database(connection)
+            _check_version(database, path)
+            if migrations.pending(database):
+                raise ManifestError(
+                    f"{path}: the manifest is older than this tool or was never begun. "
+                    "`extractor run` brings it up to date."
+                )
+            return cls(database, path)
+
+    @classmethod
+    def in_memory(cls) -> Store:
+        """A fresh manifest that dies with the object."""
+        database = Database(sqlite3.connect(":memory:", isolation_level=None))
+        database.execute("PRAGMA foreign_keys = ON")
+        migrations.apply(database)
+        return cls(database, Path(":memory:"))
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- the run as a whole ------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """What the data set is of, by field name; empty for a new manifest."""
+        with self._reading():
+            rows = self._db.execute("SELECT name, value FROM identity").fetchall()
+        return {name: json.loads(value) for name, value in rows}
+
+    def begin(self, identity: Mapping[str, Any], sources: Iterable[Source]) -> None:
+        """Record what a new data set is of and which files it reads, in one transaction."""
+        with self._writing():
+            self._db.conn.executemany(
+                "INSERT INTO identity (name, value) VALUES (?, ?)",
+                [(name, json.dumps(value)) for name, value in identity.items()],
+            )
+            self._db.conn.executemany(
+                "INSERT INTO sources (number, path, size_bytes, digest, num_rows) "
+                "VALUES (?, ?, ?, ?, ?)",
+                [(s.number, s.path, s.size_bytes, s.digest, s.num_rows) for s in sources],
+            )
+
+    def sources(self) -> list[Source]:
+        with self._reading():
+            rows = self._db.execute(
+                "SELECT number, path, size_bytes, digest, num_rows FROM sources ORDER BY number"
+            ).fetchall()
+        return [
+            Source(number=number, path=path, size_bytes=size, digest=digest, num_rows=num_rows)
+            for number, path, size, digest, num_rows in rows
+        ]
+
+    # --- prompts -----------------------------------------------------------------------------
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """Write `changes`, in order, in one durable transaction: all or none.
+
+        Raises IllegalTransition when a change does not follow from the state that the row is in,
+        ManifestSpaceError when the disk is full.
+        """
+        with self._writing():
+            for change in changes:
+                self._apply(change)
+
+    def _apply(self, change: Change) -> None:
+        match change:
+            case Planned():
+                self._plan(change)
+            case Rejected():
+                self._reject(change)
+            case Moved():
+                self._update(change.ordinal, change.event, attempts=change.attempts)
+            case Stored():
+                self._update(
+                    change.ordinal,
+                    Event.STORE,
+                    shard=change.shard,
+                    offset=change.offset,
+                    size_bytes=change.size_bytes,
+                    digest=change.digest,
+                    num_pieces=change.num_pieces,
+                )
+            case Failed():
+                self._update(
+                    change.ordinal,
+                    Event.FAIL,
+                    reason=change.reason.value,
+                    detail=change.detail,
+                    attempts=change.attempts,
+                )
+
+    def _plan(self, row: Planned) -> None:
+        # A row that an earlier session left unfinished is there already; it must still be the
+        # same prompt, or ids and states of two different prompts would be mixed under one ordinal.
+        cursor = self._db.conn.execute(
+            "INSERT INTO prompts (ordinal, source, line, label, key, num_tokens, num_trained, "
+            "state) VALUES (?, ?, ?, ?, ?, ?, ?, 'planned') ON CONFLICT (ordinal) DO UPDATE SET "
+            f"state = 'planned' WHERE key = excluded.key AND state NOT IN {_TERMINAL}",
+            (row.ordinal, row.source, row.line, row.label, row.key, row.num_tokens,
+             row.num_trained),
+        )  # fmt: skip
+        if cursor.rowcount != 1:
+            raise ManifestError(
+                f"{self.path}: row {row.ordinal} (line {row.line}) gives another prompt than "
+                "it did before. The input or its tokenizer changed; use a new --out."
+            )
+
+    def _reject(self, row: Rejected) -> None:
+        cursor = self._db.conn.execute(
+            "INSERT INTO prompts (ordinal, source, line, label, key, num_tokens, state, reason, "
+            "detail) VALUES (?, ?, ?, ?, ?, ?, 'failed', ?, ?) ON CONFLICT (ordinal) DO UPDATE "
+            "SET state = 'failed', reason = excluded.reason, detail = excluded.detail "
+            f"WHERE state NOT IN {_TERMINAL}",
+            (row.ordinal, row.source, row.line, row.label, row.key, row.num_tokens,
+             row.reason.value, row.detail),
+        )  # fmt: skip
+        if cursor.rowcount != 1:
+            raise IllegalTransition(f"row {row.ordinal} is settled already")
+
+    def _update(self, ordinal: int, event: Event, **columns: Any) -> None:
+        found = self._db.conn.execute(
+            "SELECT state FROM prompts WHERE ordinal = ?", (ordinal,)
+        ).fetchone()
+        if found is None:
+            raise IllegalTransition(f"{event} for row {ordinal}, which was never planned")
+        columns["state"] = advance(State(found[0]), event).value
+        assignments = ", ".join(f"{name} = ?" for name in columns)
+        self._db.conn.execute(
+            f"UPDATE prompts SET {assignments} WHERE ordinal = ?", (*columns.values(), ordinal)
+        )
+
+    def reopen_unfinished(self) -> int:
+        """Put every row that a dead session left between PLANNED and STORED back to PLANNED."""
+        with self._writing():
+            cursor = self._db.conn.execute(
+                "UPDATE prompts SET state = 'planned' WHERE state IN ('sent', 'dumped', 'verified')"
+            )
+            return cursor.rowcount
+
+    def forget_stored(self, ordinals: Iterable[int]) -> None:
+        """Put stored samples back to PLANNED because their bytes turned out to be gone."""
+        with self._writing():
+            self._db.conn.executemany(
+                "UPDATE prompts SET state = 'planned', shard = NULL, offset = NULL, "
+                "size_bytes = NULL, digest = NULL, num_pieces = NULL "
+                "WHERE ordinal = ? AND state = 'stored'",
+                [(ordinal,) for ordinal in ordinals],
+            )
+
+    def settled_ordinals(self) -> Iterator[int]:
+        """Ordinals of the rows that need no more work, ascending."""
+        return (
+            ordinal
+            for (ordinal,) in self._pages(
+                f"SELECT ordinal FROM prompts WHERE state IN {_TERMINAL} AND ordinal > ? "
+                "ORDER BY ordinal LIMIT ?"
+            )
+        )
+
+    def attempts(self) -> dict[int, int]:
+        """Requests made so far for each unfinished row that has any."""
+        with self._reading():
+            return dict(
+                self._db.execute(
+                    "SELECT ordinal, attempts FROM prompts WHERE attempts > 0 "
+                    f"AND state NOT IN {_TERMINAL}"
+                ).fetchall()
+            )
+
+    def rows(self, *, state: State | None = None) -> Iterator[Row]:
+        """Every row by ordinal, or those in one state."""
+        condition = "" if state is None else f"state = '{state.value}' AND "
+        return map(
+            _row,
+            self._pages(
+                f"SELECT {_COLUMNS} FROM prompts WHERE {condition}ordinal > ? "
+                "ORDER BY ordinal LIMIT ?"
+            ),
+        )
+
+    def totals(self) -> Totals:
+        with self._reading():
+            by_state = self._db.execute(
+                "SELECT state, COUNT(*) FROM prompts GROUP BY state"
+            ).fetchall()
+            by_reason = self._db.execute(
+                "SELECT reason, COUNT(*) FROM prompts WHERE state = 'failed' GROUP BY reason"
+            ).fetchall()
+            tokens, size_bytes, num_keys, num_stored = self._db.execute(
+                "SELECT COALESCE(SUM(num_tokens), 0), COALESCE(SUM(size_bytes), 0), "
+                "COUNT(DISTINCT key), COUNT(*) FROM prompts WHERE state = 'stored'"
+            ).fetchone()
+        return Totals(
+            by_state={State(state): count for state, count in by_state},
+            by_reason={Reason(reason): count for reason, count in by_reason},
+            stored_tokens=tokens,
+            stored_bytes=size_bytes,
+            duplicates=num_stored - num_keys,
+        )
+
+    # --- shards ------------------------------------------------------------------------------
+
+    def add_shard(self, shard: Shard) -> None:
+        with self._writing():
+            self._db.conn.execute(
+                "INSERT INTO shards (number, name, data_start) VALUES (?, ?, ?)",
+                (shard.number, shard.name, shard.data_start),
+            )
+
+    def seal_shard(self, number: int) -> None:
+        with self._writing():
+            self._db.conn.execute("UPDATE shards SET is_sealed = 1 WHERE number = ?", (number,))
+
+    def drop_shard(self, number: int) -> None:
+        """Remove a shard that holds no sample."""
+        with self._writing():
+            self._db.conn.execute("DELETE FROM shards WHERE number = ?", (number,))
+
+    def shards(self) -> list[Shard]:
+        with self._reading():
+            rows = self._db.execute(
+                "SELECT number, name, data_start, is_sealed, "
+                "COALESCE(MAX(offset + size_bytes), data_start), COUNT(ordinal) "
+                "FROM shards LEFT JOIN prompts ON shard = number GROUP BY number ORDER BY number"
+            ).fetchall()
+        return [
+            Shard(
+                number=number,
+                name=name,
+                data_start=data_start,
+                is_sealed=bool(is_sealed),
+                size_bytes=size_bytes,
+                num_samples=num_samples,
+            )
+            for number, name, data_start, is_sealed, size_bytes, num_samples in rows
+        ]
+
+    def shard_rows(self, number: int) -> list[Row]:
+        """The samples of one shard, in file order."""
+        with self._reading():
+            rows = self._db.execute(
+                f"SELECT {_COLUMNS} FROM prompts WHERE shard = ? ORDER BY offset", (number,)
+            ).fetchall()
+        return [_row(row) for row in rows]
+
+    # --- the file itself ---------------------------------------------------------------------
+
+    def integrity_problems(self) -> list[str]:
+        """What SQLite's own check finds; empty when the file is sound."""
+        with self._reading():
+            found = [str(row[0]) for row in self._db.execute("PRAGMA integrity_check").fetchall()]
+        return [] if found == ["ok"] else found
+
+    def _pages(self, sql: str) -> Iterator[tuple[Any, ...]]:
+        # Pages by ordinal, not one long cursor: an open read cursor would keep the WAL growing.
+        last = -1
+        while True:
+            with self._reading():
+                page = self._db.execute(sql, [last, _PAGE_ROWS]).fetchall()
+            yield from page
+            if len(page) < _PAGE_ROWS:
+                return
+            last = page[-1][0]
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        with _explained(self.path), self._db.atomic():
+            yield
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with _explained(self.path):
+            yield
+
+
+def _row(values: tuple[Any, ...]) -> Row:
+    names = _COLUMNS.split(", ")
+    fields = dict(zip(names, values, strict=True))
+    fields["state"] = State(fields["state"])
+    fields["reason"] = None if fields["reason"] is None else Reason(fields["reason"])
+    return Row(**fields)
+
+
+def _check_version(database: Database, path: Path) -> None:
+    known = {migration.name for migration in migrations.pending(Database(memory=True))}
+    unknown = {migration.name for migration in migrations.applied(database)} - known
+    if unknown:
+        raise ManifestError(
+            f"{path}: written by a newer version of this tool (has {', '.join(sorted(unknown))}). "
+            "Upgrade hidden-state-extractor."
+        )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """SQLite's errors as ManifestErrors that name the file and what to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorname", None)
+        if code == "SQLITE_FULL" or (code or "").startswith("SQLITE_IOERR"):
+            raise ManifestSpaceError(
+                f"{path}: the manifest's disk is full or failing ({error}). "
+                "Free space and run the same command again."
+            ) from error
+        if code in ("SQLITE_NOTADB", "SQLITE_CORRUPT"):
+            raise ManifestError(
+                f"{path}: not a sound manifest ({error}). "
+                "Restore it from a copy, or use a new --out."
+            ) from error
+        raise ManifestError(f"{path}: {error} ({code})") from error
