@@ -1,0 +1,5 @@
+"""`python -m extractor`."""
+
+from extractor.cli import main
+
+main()

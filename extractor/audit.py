@@ -1,0 +1,361 @@
+"""`extractor verify`: proves a data set from its shards and its manifest alone."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from extractor.config import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY, Identity, Layout
+from extractor.copying import BLOCK_BYTES
+from extractor.dataset import dataset_document
+from extractor.errors import CorruptData
+from extractor.files import read_into
+from extractor.shard_format import (
+    SampleTensor,
+    decode_shard_header,
+    sample_tensors,
+    tensor_name,
+)
+from extractor.shards import open_shard_path, sealed_shard_path
+from extractor.verify import first_nonfinite, nonfinite_failure
+from manifest.records import Row, Shard, Totals
+from manifest.states import State
+from manifest.store import Store
+from prompts.types import prompt_key
+
+
+class FindingKind(StrEnum):
+    """What may be wrong with a data set: the closed list."""
+
+    MANIFEST_DAMAGED = "manifest_damaged"
+    ROWS_UNACCOUNTED = "rows_unaccounted"  # an input row that the manifest does not have
+    ROW_UNFINISHED = "row_unfinished"  # neither stored nor failed yet
+    SHARD_MISSING = "shard_missing"
+    SHARD_UNSEALED = "shard_unsealed"
+    SHARD_HEADER = "shard_header"  # says something else than the manifest
+    SHARD_SIZE = "shard_size"
+    SHARD_UNKNOWN = "shard_unknown"  # a file that the manifest does not know
+    SAMPLE_OVERLAP = "sample_overlap"
+    SAMPLE_SIZE = "sample_size"  # its extent does not fit its number of tokens
+    SAMPLE_DIGEST = "sample_digest"
+    SAMPLE_TOKENS = "sample_tokens"  # ids and mask are not those of the prompt
+    SAMPLE_NONFINITE = "sample_nonfinite"
+    PROVENANCE = "provenance"  # dataset.json is missing or says something else
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    kind: FindingKind
+    detail: str
+    row: int | None = None  # ordinal
+    shard: str | None = None
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """What `verify` saw."""
+
+    totals: Totals
+    num_input_rows: int
+    num_shards: int
+    samples_checked: int = 0
+    bytes_checked: int = 0
+    is_fast: bool = False
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.findings
+
+    def to_document(self) -> dict[str, Any]:
+        """The stable JSON of `extractor verify --json`."""
+        return {
+            "clean": self.is_clean,
+            "fast": self.is_fast,
+            "input_rows": self.num_input_rows,
+            "rows": {state.value: self.totals.by_state.get(state, 0) for state in State},
+            "failed": {reason.value: n for reason, n in sorted(self.totals.by_reason.items())},
+            "duplicates": self.totals.duplicates,
+            "tokens": self.totals.stored_tokens,
+            "bytes": self.totals.stored_bytes,
+            "shards": self.num_shards,
+            "samples_checked": self.samples_checked,
+            "bytes_checked": self.bytes_checked,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def findings_by_kind(self) -> dict[FindingKind, int]:
+        return dict(sorted(Counter(finding.kind for finding in self.findings).items()))
+
+
+Progress = Callable[[int], None]
+"""Called with the number of samples checked since the last call."""
+
+
+def audit(out: Path, *, fast: bool = False, progress: Progress = lambda _: None) -> Audit:
+    """Check a data set. `fast` leaves out the states' bytes: digests and finiteness.
+
+    Raises ManifestMissing where there is no data set, ManifestError for one of another version.
+    """
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        return _Auditor(out, store, fast=fast, progress=progress).run()
+    finally:
+        store.close()
+
+
+class _Auditor:
+    def __init__(self, out: Path, store: Store, *, fast: bool, progress: Progress) -> None:
+        self._out = out
+        self._directory = out / SHARDS_DIRECTORY
+        self._store = store
+        self._fast = fast
+        self._progress = progress
+        self._identity = Identity.from_document(store.identity())
+        self._layout: Layout = self._identity.layout
+        self._block = memoryview(bytearray(BLOCK_BYTES))
+        self._audit = Audit(
+            totals=store.totals(),
+            num_input_rows=sum(source.num_rows for source in store.sources()),
+            num_shards=0,
+            is_fast=fast,
+        )
+
+    def run(self) -> Audit:
+        for problem in self._store.integrity_problems():
+            self._find(FindingKind.MANIFEST_DAMAGED, problem)
+        self._check_rows()
+        self._check_provenance()
+        shards = self._store.shards()
+        self._audit.num_shards = len(shards)
+        for shard in shards:
+            self._check_shard(shard)
+        self._check_unknown_files(shards)
+        return self._audit
+
+    def _find(
+        self,
+        kind: FindingKind,
+        detail: str,
+        *,
+        row: int | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        self._audit.findings.append(
+            Finding(kind=kind, detail=detail, row=row, shard=shard.name if shard else None)
+        )
+
+    # --- the manifest ------------------------------------------------------------------------
+
+    def _check_rows(self) -> None:
+        expected = 0
+        for row in self._store.rows():
+            if row.ordinal != expected:
+                self._find(
+                    FindingKind.ROWS_UNACCOUNTED,
+                    f"rows {expected} to {row.ordinal - 1} are missing from the manifest",
+                )
+            expected = row.ordinal + 1
+            if not row.state.is_terminal:
+                self._find(
+                    FindingKind.ROW_UNFINISHED,
+                    f"line {row.line} is {row.state}; run the same command again",
+                    row=row.ordinal,
+                )
+        if expected != self._audit.num_input_rows:
+            self._find(
+                FindingKind.ROWS_UNACCOUNTED,
+                f"the input has {self._audit.num_input_rows} rows, the manifest knows the first "
+                f"{expected}; run the same command again",
+            )
+
+    def _check_provenance(self) -> None:
+        path = self._out / DATASET_NAME
+        try:
+            stated = path.read_bytes()
+        except OSError as error:
+            self._find(FindingKind.PROVENANCE, f"{path}: {error.strerror}")
+            return
+        # The engine's version is all that the manifest does not hold.
+        prefix = b'"engine_version": "'
+        version = stated.partition(prefix)[2].partition(b'"')[0].decode(errors="replace")
+        if stated != dataset_document(self._identity, engine_version=version):
+            self._find(FindingKind.PROVENANCE, f"{path} differs from what the manifest says")
+
+    # --- shards ------------------------------------------------------------------------------
+
+    def _check_shard(self, shard: Shard) -> None:
+        rows = self._store.shard_rows(shard.number)
+        path = sealed_shard_path(self._directory, shard)
+        if not shard.is_sealed:
+            self._find(
+                FindingKind.SHARD_UNSEALED,
+                "the run that fills it has not finished; run the same command again",
+                shard=shard,
+            )
+            if not path.exists():
+                path = open_shard_path(self._directory, shard)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            self._find(
+                FindingKind.SHARD_MISSING,
+                f"{path}: {error.strerror}; {len(rows)} samples are lost",
+                shard=shard,
+            )
+            return
+        try:
+            size = os.fstat(descriptor).st_size
+            if shard.is_sealed:
+                self._check_size(shard, size)
+                self._check_header(shard, rows, descriptor, size)
+            self._check_extents(shard, rows)
+            for row in rows:
+                self._check_sample(shard, row, descriptor, size)
+                self._progress(1)
+        finally:
+            os.close(descriptor)
+
+    def _check_size(self, shard: Shard, size: int) -> None:
+        if size != shard.size_bytes:
+            self._find(
+                FindingKind.SHARD_SIZE,
+                f"{size} bytes, must be {shard.size_bytes}",
+                shard=shard,
+            )
+
+    def _check_header(self, shard: Shard, rows: list[Row], descriptor: int, size: int) -> None:
+        data = bytearray(min(shard.data_start, size))
+        read_into(descriptor, memoryview(data), 0)
+        try:
+            header = decode_shard_header(bytes(data))
+        except CorruptData as error:
+            self._find(FindingKind.SHARD_HEADER, str(error), shard=shard)
+            return
+        header.pop("__metadata__", None)
+        for row in rows:
+            for tensor in sample_tensors(row.num_tokens or 0, self._layout):
+                name = tensor_name(row.ordinal, tensor.name)
+                expected = _header_entry(tensor, (row.offset or 0) - shard.data_start)
+                if (stated := header.pop(name, None)) != expected:
+                    self._find(
+                        FindingKind.SHARD_HEADER,
+                        f"{name} is stated as {stated}, must be {expected}",
+                        row=row.ordinal,
+                        shard=shard,
+                    )
+        if header:
+            names = ", ".join(sorted(header)[:5])
+            self._find(
+                FindingKind.SHARD_HEADER, f"{len(header)} unknown tensors: {names}", shard=shard
+            )
+
+    def _check_extents(self, shard: Shard, rows: list[Row]) -> None:
+        position = shard.data_start
+        for row in rows:
+            if row.offset != position:
+                self._find(
+                    FindingKind.SAMPLE_OVERLAP,
+                    f"begins at byte {row.offset}, the one before ends at {position}",
+                    row=row.ordinal,
+                    shard=shard,
+                )
+            position = (row.offset or 0) + (row.size_bytes or 0)
+
+    # --- samples -----------------------------------------------------------------------------
+
+    def _check_sample(self, shard: Shard, row: Row, descriptor: int, size: int) -> None:
+        num_tokens, offset, size_bytes = row.num_tokens or 0, row.offset or 0, row.size_bytes or 0
+        tensors = {tensor.name: tensor for tensor in sample_tensors(num_tokens, self._layout)}
+        end = max(tensor.end for tensor in tensors.values())
+        if size_bytes != end or offset + end > size:
+            self._find(
+                FindingKind.SAMPLE_SIZE,
+                f"{size_bytes} bytes at {offset} of {size}; {num_tokens} tokens take {end}",
+                row=row.ordinal,
+                shard=shard,
+            )
+            return
+        self._audit.samples_checked += 1
+        tokens_begin = tensors["input_ids"].begin
+        tokens = bytearray(end - tokens_begin)
+        if not self._fast:
+            digest = xxhash.xxh3_128()
+            for name in self._layout.state_names:
+                for block, index in self._blocks(descriptor, offset, tensors[name]):
+                    digest.update(block)
+                    self._check_finite(shard, row, name, block, index)
+        read_into(descriptor, memoryview(tokens), offset + tokens_begin)
+        self._check_tokens(shard, row, tokens)
+        if not self._fast:
+            self._audit.bytes_checked += size_bytes
+            digest.update(tokens)
+            if digest.hexdigest() != row.digest:
+                self._find(
+                    FindingKind.SAMPLE_DIGEST,
+                    f"its bytes have digest {digest.hexdigest()}, stored were {row.digest}",
+                    row=row.ordinal,
+                    shard=shard,
+                )
+
+    def _check_tokens(self, shard: Shard, row: Row, tokens: bytearray) -> None:
+        ids, mask = np.frombuffer(tokens, dtype="<i4").reshape(2, -1)
+        is_mask = bool(((mask == 0) | (mask == 1)).all())
+        if not is_mask or prompt_key(ids, mask) != row.key:
+            self._find(
+                FindingKind.SAMPLE_TOKENS,
+                "ids and mask are not those of the prompt",
+                row=row.ordinal,
+                shard=shard,
+            )
+        elif (ids < 0).any() or (ids >= self._identity.vocab_size).any():
+            self._find(
+                FindingKind.SAMPLE_TOKENS,
+                f"ids outside the vocabulary of {self._identity.vocab_size}",
+                row=row.ordinal,
+                shard=shard,
+            )
+
+    def _check_finite(
+        self, shard: Shard, row: Row, name: str, block: memoryview, index: int
+    ) -> None:
+        found = first_nonfinite(block, self._layout.dtype)
+        if found is not None:
+            failure = nonfinite_failure(
+                index=index + found, name=name, start=0, layout=self._layout
+            )
+            self._find(FindingKind.SAMPLE_NONFINITE, failure.detail, row=row.ordinal, shard=shard)
+
+    def _blocks(
+        self, descriptor: int, offset: int, tensor: SampleTensor
+    ) -> Iterator[tuple[memoryview, int]]:
+        item_bytes = 4 if tensor.dtype == "F32" else 2
+        for begin in range(tensor.begin, tensor.end, BLOCK_BYTES):
+            block = self._block[: min(BLOCK_BYTES, tensor.end - begin)]
+            read_into(descriptor, block, offset + begin)
+            yield block, (begin - tensor.begin) // item_bytes
+
+    def _check_unknown_files(self, shards: list[Shard]) -> None:
+        known = {shard.name for shard in shards}
+        known |= {open_shard_path(self._directory, shard).name for shard in shards}
+        names = set(os.listdir(self._directory)) if self._directory.exists() else set()
+        for name in sorted(names - known):
+            self._find(FindingKind.SHARD_UNKNOWN, f"{self._directory / name}")
+
+
+def _header_entry(tensor: SampleTensor, sample_begin: int) -> dict[str, object]:
+    return {
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "data_offsets": [sample_begin + tensor.begin, sample_begin + tensor.end],
+    }

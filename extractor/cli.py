@@ -1,0 +1,532 @@
+"""The command line: the only place that prints or exits.
+
+stdout is data, stderr is status. Exit: 0 done and clean, 1 findings or failed rows, 2 usage or
+configuration, 3 server trouble (rows stay resumable), 4 no space, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+import orjson
+from tqdm import tqdm
+
+from extractor import __version__
+from extractor.audit import Audit, audit
+from extractor.config import (
+    DEFAULT_DUMP_ROOT,
+    DEFAULT_OUT,
+    DEFAULT_SERVER_URL,
+    DEFAULT_SHARD_BYTES,
+    RunOptions,
+)
+from extractor.doctor import examine
+from extractor.engine import PRESETS, ServeOptions
+from extractor.errors import Interrupted, ServerError, UsageError, exit_code, first_known
+from extractor.progress import reporter_for
+from extractor.run import RunSummary, run
+from extractor.serve import free_port, running_server, server_answers
+from extractor.status import failed_table, read_status, totals_table
+from extractor.tables import amount, parse_bytes, table
+from manifest.states import State
+
+Result = TypeVar("Result")
+
+
+class ByteSize(click.ParamType[int]):
+    """An amount such as 4096, 512M or 1.5GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError:
+            self.fail(f"{value!r} is no size; write it as 4096, 512M or 1.5GiB", param, ctx)
+
+
+class PassingCommand(click.Command):
+    """A command whose words after `--` go to SGLang as they are: `ctx.meta[SGLANG_ARGUMENTS]`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[SGLANG_ARGUMENTS] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
+
+
+SGLANG_ARGUMENTS = "extractor.sglang_arguments"
+BYTES = ByteSize()
+OUT_ARGUMENT = click.argument(
+    "out", metavar="[DIR]", type=click.Path(path_type=Path), default=DEFAULT_OUT
+)
+SERVER_HELP = "Address of the server."
+DUMP_DIR_OPTION = click.option(
+    "--dump-dir",
+    "dump_root",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_DUMP_ROOT,
+    show_default=True,
+    help="Where the server's plugin puts its dumps.",
+)
+LAYERS_OPTION = click.option(
+    "--layers",
+    default="eagle3",
+    show_default=True,
+    metavar="LIST",
+    help="Boundaries to capture: eagle3, or indices such as 3,31,59. "
+    "Index b is the residual stream entering layer b.",
+)
+LAST_OPTION = click.option(
+    "--last",
+    "last_kind",
+    type=click.Choice(["post", "pre", "both"]),
+    default="post",
+    show_default=True,
+    help="Last state to keep: after the final norm, before it, or both.",
+)
+
+
+@click.group(
+    context_settings={
+        "auto_envvar_prefix": "EXTRACTOR",
+        "show_default": True,
+        "help_option_names": ["-h", "--help"],
+    }
+)
+@click.version_option(__version__, prog_name="extractor")
+@click.option("-v", "--verbose", is_flag=True, help="Show a traceback with every error.")
+def cli(verbose: bool) -> None:
+    """Hidden states of a large model, for every token of many prompts, out of a SGLang server.
+
+    Every option can be set by a variable: EXTRACTOR_RUN_OUT for `extractor run --out`.
+
+    Exit status: 0 done and clean, 1 findings or failed rows, 2 usage or configuration,
+    3 server trouble (the same command resumes), 4 no space, 130 interrupted.
+    """
+
+
+@cli.command("run", cls=PassingCommand)
+@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_OUT,
+    show_default=True,
+    help="Directory of the data set. An unfinished one is resumed.",
+)
+@click.option(
+    "--server",
+    "server_url",
+    default=None,
+    metavar="URL",
+    help=f"{SERVER_HELP}  [default: {DEFAULT_SERVER_URL}]",
+)
+@click.option(
+    "--model",
+    default=None,
+    metavar="PATH",
+    help="When no server answers, start one with this model and stop it at the end. "
+    "SGLang's own arguments go after --.",
+)
+@DUMP_DIR_OPTION
+@LAYERS_OPTION
+@LAST_OPTION
+@click.option(
+    "--tokenizer",
+    default=None,
+    metavar="PATH",
+    help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Requests in flight.",
+)
+@click.option(
+    "--shm-budget",
+    "shm_budget_bytes",
+    type=BYTES,
+    default=None,
+    help="Most bytes of dumps at a time.  [default: half of what is free]",
+)
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    type=BYTES,
+    default=DEFAULT_SHARD_BYTES,
+    show_default="4GiB",
+    help="A shard is sealed before it grows beyond this.",
+)
+@click.option(
+    "--movers",
+    "num_movers",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Threads that copy dumps to shards.  [default: a quarter of the cores, 1 to 8]",
+)
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Requests for one prompt before it is given up.",
+)
+@click.option(
+    "--request-timeout",
+    "request_timeout_s",
+    type=float,
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From sending a prompt to its answer.",
+)
+@click.option(
+    "--dump-timeout",
+    "dump_timeout_s",
+    type=float,
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From the answer to the last piece of the dump.",
+)
+@click.option(
+    "--server-wait",
+    "server_wait_s",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a server may take to come up.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.pass_context
+def run_command(
+    context: click.Context,
+    /,
+    prompts: tuple[Path, ...],
+    server_url: str | None,
+    model: str | None,
+    layers: str,
+    last_kind: str,
+    num_movers: int | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Extract the hidden states of PROMPTS (JSONL files). The same command again resumes."""
+    arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
+    options = RunOptions(
+        prompts=prompts,
+        server_url=server_url or DEFAULT_SERVER_URL,
+        num_movers=num_movers or min(8, max(1, (os.cpu_count() or 1) // 4)),
+        **values,
+    )
+    serve_options = None
+    if model is not None:
+        serve_options = ServeOptions(
+            model=model,
+            port=free_port(),
+            dump_root=options.dump_root,
+            layers=layers,
+            last_kind=last_kind,
+            arguments=arguments,
+        )
+    elif arguments:
+        raise UsageError("arguments after -- are for a server that --model starts")
+    summary = _run_async(_run(options, serve_options, is_named=server_url is not None))
+    _print_summary(summary, options.out, as_json=as_json)
+    if summary.totals.by_state.get(State.FAILED, 0):
+        context.exit(1)
+
+
+async def _run(
+    options: RunOptions, serve_options: ServeOptions | None, *, is_named: bool
+) -> RunSummary:
+    reporter = reporter_for()
+    if serve_options is None or await server_answers(options.server_url):
+        return await run(options, reporter)
+    if is_named:
+        reporter.note(f"no server answers at {options.server_url}; starting one of our own")
+    async with running_server(serve_options, note=reporter.note) as server:
+        return await run(options.with_server(server.url), reporter)
+
+
+def _print_summary(summary: RunSummary, out: Path, *, as_json: bool) -> None:
+    counters = summary.counters
+    if as_json:
+        document = {
+            "out": str(out),
+            "rows": {state.value: summary.totals.by_state.get(state, 0) for state in State},
+            "failed": {reason.value: n for reason, n in sorted(summary.totals.by_reason.items())},
+            "duplicates": summary.totals.duplicates,
+            "tokens": summary.totals.stored_tokens,
+            "bytes": summary.totals.stored_bytes,
+            "session": {
+                "stored": counters.stored,
+                "failed": counters.failed,
+                "sent": counters.sent,
+                "retried": counters.retried,
+                "tokens": counters.tokens,
+                "seconds": counters.seconds,
+                "tokens_per_s": counters.tokens_per_s,
+                "peak_shm_bytes": summary.peak_shm_bytes,
+            },
+        }
+        click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+        return
+    click.echo(totals_table(summary.totals))
+    if counters.stored:
+        click.echo(
+            table(
+                [
+                    ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
+                    ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
+                    ("dumps at a time", f"{amount(summary.peak_shm_bytes)} at most"),
+                    ("sent again", f"{counters.retried:,}"),
+                ]
+            )
+        )
+    click.echo(f"data set in {out}; prove it with: extractor verify {out}")
+
+
+@cli.command("serve", cls=PassingCommand)
+@click.option("--model", required=True, metavar="PATH", help="Model folder or hub name.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=int,
+    default=30000,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
+@DUMP_DIR_OPTION
+@LAYERS_OPTION
+@LAST_OPTION
+@click.option(
+    "--radix-cache/--no-radix-cache",
+    default=False,
+    show_default=True,
+    help="Keep SGLang's prefix cache. Extraction isolates its requests from it anyway.",
+)
+@click.option(
+    "--preset",
+    type=click.Choice(list(PRESETS)),
+    default="none",
+    show_default=True,
+    help="multi-gpu: NCCL settings and flags for hosts where the start hangs.",
+)
+@click.option("--ring-bytes", type=BYTES, default=None, help="Staging memory of the plugin.")
+@click.option("--ring-slots", type=int, default=None, help="Parts of the staging memory.")
+@click.option(
+    "--writers",
+    "num_writers",
+    type=int,
+    default=None,
+    help="Threads of the plugin that write dumps.",
+)
+@click.option(
+    "--file-mode",
+    default=None,
+    metavar="OCTAL",
+    help="Permission bits of dumps, such as 660 for a client of another user.",
+)
+@click.option(
+    "--log",
+    "log_path",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Where the server's output goes.  [default: a temporary file]",
+)
+@click.option(
+    "--stall",
+    "stall_s",
+    type=float,
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Silence after which a stall is reported.",
+)
+@click.pass_context
+def serve_command(context: click.Context, /, port: int, **values: Any) -> None:
+    """Start SGLang with the plugin; print its address on stdout when it is ready.
+
+    Ends when the server does, or with Ctrl-C, which stops the server's whole process tree.
+    """
+    options = ServeOptions(
+        port=port or free_port(), arguments=context.meta[SGLANG_ARGUMENTS], **values
+    )
+    _run_async(_serve(options))
+
+
+async def _serve(options: ServeOptions) -> NoReturn:
+    async with running_server(options, note=_note) as server:
+        click.echo(server.url)
+        sys.stdout.flush()
+        status = await server.process.wait()
+        raise ServerError(
+            f"the server ended with status {status}; the end of its log "
+            f"({server.process.log_path}):\n{server.process.log_text(tail_bytes=4096)}"
+        )
+
+
+@cli.command("verify")
+@OUT_ARGUMENT
+@click.option("--fast", is_flag=True, help="Leave out the states' bytes: digests, finiteness.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.pass_context
+def verify_command(context: click.Context, /, out: Path, fast: bool, as_json: bool) -> None:
+    """Prove the data set in DIR from its shards and manifest alone."""
+    with tqdm(unit=" samples", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+
+        def advance(count: int) -> None:
+            bar.update(count)
+
+        result = audit(out, fast=fast, progress=advance)
+    if as_json:
+        click.echo(orjson.dumps(result.to_document(), option=orjson.OPT_INDENT_2))
+    else:
+        _print_audit(result)
+    if not result.is_clean:
+        context.exit(1)
+
+
+def _print_audit(result: Audit) -> None:
+    unread = result.num_input_rows - result.totals.num_rows
+    click.echo(totals_table(result.totals, num_unread=max(0, unread)))
+    checked = [
+        ("shards", f"{result.num_shards:,}"),
+        ("samples checked", f"{result.samples_checked:,}"),
+        ("bytes checked", amount(result.bytes_checked)),
+    ]
+    click.echo(table(checked))
+    for kind, count in result.findings_by_kind().items():
+        click.echo(f"FINDING  {kind}: {count:,}")
+    for finding in result.findings[:20]:
+        where = "" if finding.row is None else f" row {finding.row}"
+        where += "" if finding.shard is None else f" in {finding.shard}"
+        click.echo(f"  {finding.kind}{where}: {finding.detail}")
+    if len(result.findings) > 20:
+        click.echo(f"  … and {len(result.findings) - 20:,} more: --json lists all")
+    click.echo("clean" if result.is_clean else f"{len(result.findings):,} findings")
+
+
+@cli.command("status")
+@OUT_ARGUMENT
+@click.option("--all", "all_failures", is_flag=True, help="List every failed row.")
+@click.option("--json", "as_json", is_flag=True, help="Print the status as JSON.")
+def status_command(out: Path, all_failures: bool, as_json: bool) -> None:
+    """Show how far the run in DIR is, and which rows failed and why."""
+    status = read_status(out, all_failures=all_failures)
+    if as_json:
+        click.echo(orjson.dumps(status.to_document(), option=orjson.OPT_INDENT_2))
+        return
+    identity = status.identity
+    click.echo(
+        f"{identity.model}: boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
+        f"{identity.dtype}"
+    )
+    click.echo(totals_table(status.totals, num_unread=status.num_unread))
+    if status.failed:
+        click.echo(failed_table(status))
+
+
+@cli.command("doctor")
+@click.option(
+    "--server",
+    "url",
+    default=DEFAULT_SERVER_URL,
+    show_default=True,
+    metavar="URL",
+    help=SERVER_HELP,
+)
+@DUMP_DIR_OPTION
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_OUT,
+    show_default=True,
+    help="Directory that a run would write.",
+)
+@click.option(
+    "--server-wait",
+    "server_wait_s",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a server may take to come up.",
+)
+@click.pass_context
+def doctor_command(context: click.Context, /, **values: Any) -> None:
+    """Check server, plugin, layers, disks and limits: one OK or PROBLEM line each."""
+    if not _run_async(_doctor(**values)):
+        context.exit(1)
+
+
+async def _doctor(**values: Any) -> bool:
+    is_well = True
+    async for check in examine(**values):
+        click.echo(str(check))
+        is_well = is_well and check.problem is None
+    return is_well
+
+
+def _note(message: str) -> None:
+    click.echo(message, err=True)
+
+
+def _run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """asyncio.run, with SIGTERM as good as Ctrl-C."""
+
+    async def main() -> Result:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await coroutine
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise Interrupted("terminated") from None
+
+
+def main() -> NoReturn:
+    """Entry point of `extractor`: errors as messages on stderr, and the exit status."""
+    verbose = bool({"-v", "--verbose"} & set(sys.argv[1:2]))
+    try:
+        # Not standalone, click returns what `context.exit` was given instead of exiting.
+        status = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _note("interrupted")
+        sys.exit(Interrupted.exit_code)
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does: not our error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except BaseException as error:
+        shown = first_known(error)
+        code = exit_code(shown)
+        if code is None:
+            raise  # a defect: the traceback is the report
+        if verbose:
+            traceback.print_exception(error)
+        _note(f"extractor: {shown}")
+        sys.exit(code)
+    sys.exit(status or 0)

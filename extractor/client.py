@@ -1,0 +1,264 @@
+"""Edge: HTTP to one SGLang server. The only module that imports an HTTP library."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import orjson
+
+from extractor.errors import PluginError, ServerUnreachable
+from extractor.plan import Request
+from extractor.retry import Failure
+from extractor.verify import ReplyFacts
+from manifest.states import Reason
+
+API_KEY_VARIABLE = "EXTRACTOR_API_KEY"
+#: A reply to one token is a few hundred bytes; more means the server sends states as JSON.
+MAX_REPLY_BYTES = 1 << 20
+#: Below SGLang's own 5 s, so that we never send on a connection it is about to close.
+KEEP_ALIVE_S = 3.0
+CONNECT_TIMEOUT_S = 10.0
+INFO_TIMEOUT_S = 30.0
+
+#: What each failure of the transport means: the most specific class that fits decides.
+TRANSPORT_FAILURES: Mapping[type[Exception], str] = {
+    aiohttp.ClientConnectorError: "cannot connect",
+    aiohttp.ServerDisconnectedError: "the server closed the connection",
+    aiohttp.ServerTimeoutError: "the server did not answer in time",
+    aiohttp.ClientPayloadError: "the answer broke off",
+    aiohttp.ClientOSError: "the connection broke",
+    aiohttp.ClientError: "the HTTP exchange failed",
+    TimeoutError: "the server did not answer in time",
+    ConnectionError: "the connection broke",
+}
+
+
+def transport_problem(error: Exception) -> str:
+    """What a transport error means, in words; the most specific entry of TRANSPORT_FAILURES."""
+    for kind in type(error).__mro__:
+        if kind in TRANSPORT_FAILURES:
+            return f"{TRANSPORT_FAILURES[kind]} ({str(error) or type(error).__name__})"
+    raise error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    model_path: str
+    tokenizer_path: str
+    context_length: int | None
+    max_input_tokens: int | None  # prompts of this length and more are refused or cut
+    version: str
+
+
+class Client:
+    """Requests to one server, `concurrency` of them at once at most. An async context manager."""
+
+    def __init__(self, url: str, *, concurrency: int, request_timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._request_timeout_s = request_timeout_s
+        self._concurrency = concurrency
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        headers = {}
+        if key := os.environ.get(API_KEY_VARIABLE):
+            headers["Authorization"] = f"Bearer {key}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                # Room for requests about the server beside those that carry prompts.
+                limit=self._concurrency + 4,
+                keepalive_timeout=KEEP_ALIVE_S,
+            ),
+            # No total: it would count the wait for the server's queue as if it were silence.
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._request_timeout_s
+            ),
+            headers=headers,
+            json_serialize=lambda value: orjson.dumps(value).decode(),
+            trust_env=False,  # a proxy between us and a local server only hides its faults
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._http.close()
+
+    async def generate(self, request: Request) -> ReplyFacts | Failure:
+        """Send one prompt; what the server says of it, or why this attempt failed.
+
+        A failure of the transport or the server is a value here: one bad prompt must not end
+        the others. Raises nothing but cancellation.
+        """
+        try:
+            async with self._http.post(f"{self.url}/generate", json=request.body()) as response:
+                data = await _bounded(response)
+                if response.status != 200:
+                    return _http_failure(response.status, data)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            return Failure(
+                reason=Reason.SERVER_ERROR,
+                detail=transport_problem(error),
+                is_transport=not isinstance(error, TimeoutError),
+            )
+        return _reply_facts(data)
+
+    async def abort(self, rid: str) -> None:
+        """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
+        try:
+            async with self._http.post(
+                f"{self.url}/abort_request",
+                json={"rid": rid},
+                timeout=aiohttp.ClientTimeout(total=2.0),
+            ):
+                pass
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            pass
+
+    async def facts(self) -> ServerFacts:
+        """What the server is. Raises ServerUnreachable, PluginError for another kind of server."""
+        model = await self._get("/model_info")
+        info = await self._get("/server_info")
+        try:
+            return ServerFacts(
+                model_path=str(model["model_path"]),
+                tokenizer_path=str(model.get("tokenizer_path") or model["model_path"]),
+                context_length=_optional_int(info.get("context_length")),
+                max_input_tokens=_optional_int(info.get("max_req_input_len")),
+                version=str(info.get("version", "unknown")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PluginError(
+                f"{self.url} answers, but not like SGLang 0.5.11 or newer ({error!r})"
+            ) from error
+
+    async def is_answering(self) -> bool:
+        """Whether the server answers at all. Asks nothing of its model."""
+        try:
+            await self._get("/model_info", timeout_s=5.0)
+        except (ServerUnreachable, PluginError):
+            return False
+        return True
+
+    async def is_healthy(self) -> bool:
+        """Whether the server says it can generate. Runs a one-token forward of its own."""
+        try:
+            async with self._http.get(
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=INFO_TIMEOUT_S)
+            ) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            return False
+
+    async def _get(self, path: str, *, timeout_s: float = INFO_TIMEOUT_S) -> dict[str, Any]:
+        try:
+            async with self._http.get(
+                f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
+                data = await response.read()
+                if response.status in (401, 403):
+                    raise PluginError(
+                        f"{self.url}{path} answers {response.status}: it wants an API key. "
+                        f"Set {API_KEY_VARIABLE}."
+                    )
+                if response.status == 503:
+                    raise ServerUnreachable(f"{self.url} is starting or shutting down (503)")
+                if response.status != 200:
+                    raise PluginError(
+                        f"{self.url}{path} answers {response.status}: not a SGLang server?"
+                    )
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise ServerUnreachable(f"{self.url}: {transport_problem(error)}") from error
+        except ValueError as error:
+            raise ServerUnreachable(f"{self.url} is no address of a server: {error}") from error
+        document = _object(data)
+        if document is None:
+            raise PluginError(f"{self.url}{path} does not answer with a JSON object")
+        return document
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("use Client as an async context manager")
+        return self._session
+
+
+async def wait_until_answering(client: Client, *, timeout_s: float, poll_s: float = 0.5) -> bool:
+    """Whether the server answered within `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not await client.is_answering():
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(poll_s)
+    return True
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    data = await response.content.read(MAX_REPLY_BYTES + 1)
+    while data and not response.content.at_eof() and len(data) <= MAX_REPLY_BYTES:
+        data += await response.content.read(MAX_REPLY_BYTES + 1 - len(data))
+    if len(data) > MAX_REPLY_BYTES:
+        response.close()
+        raise aiohttp.ClientPayloadError(f"the answer exceeds {MAX_REPLY_BYTES} bytes")
+    return data
+
+
+def _http_failure(status: int, data: bytes) -> Failure:
+    detail = f"HTTP {status}: {_message(data)}"
+    if status in (429, 503):
+        return Failure(reason=Reason.SERVER_ERROR, detail=detail, is_busy=True)
+    if 400 <= status < 500:
+        return Failure(reason=Reason.REJECTED, detail=detail, is_permanent=True)
+    return Failure(reason=Reason.SERVER_ERROR, detail=detail)
+
+
+def _reply_facts(data: bytes) -> ReplyFacts | Failure:
+    document = _object(data)
+    try:
+        assert document is not None
+        meta = document["meta_info"]
+        finish = meta.get("finish_reason") or {}
+        return ReplyFacts(
+            prompt_tokens=int(meta["prompt_tokens"]),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+            finish_type=finish.get("type"),
+            finish_message=str(finish.get("message", ""))[:200],
+        )
+    except (AssertionError, KeyError, TypeError, ValueError, AttributeError):
+        return Failure(reason=Reason.SERVER_ERROR, detail="the answer is not SGLang's")
+
+
+def _message(data: bytes) -> str:
+    """The server's own words, shortened; it never repeats a prompt's text (ids were sent)."""
+    document = _object(data)
+    error: object = data.decode(errors="replace")
+    if document is not None:
+        error = document.get("error") or document.get("message") or document
+        if isinstance(error, dict):
+            error = error.get("message", error)
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        document = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _optional_int(value: object) -> int | None:
+    return int(value) if isinstance(value, int | float) else None

@@ -1,0 +1,146 @@
+"""Ties arrivals to the requests that wait for them, while a run is going on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from extractor.collect import (
+    Arrival,
+    BrokenFile,
+    DumpFile,
+    DumpPiece,
+    DumpWatcher,
+    ErrorFile,
+    Rank,
+)
+from extractor.errors import PluginError
+from extractor.files import unlink_all
+from extractor.retry import Failure
+from extractor.verify import check_header
+from manifest.correlate import Correlator, Match, Piece
+from manifest.states import Reason
+
+#: Pause between two looks at the dump directories: short while something arrives.
+BUSY_PAUSE_S = 0.002
+IDLE_PAUSE_S = 0.02
+
+Collected = Sequence[DumpPiece] | Failure
+
+
+class Collector:
+    """Files of rids that begin with `rid_prefix` are ours: they end with a waiting request or are
+    removed. All others belong to other runs and are left alone."""
+
+    def __init__(self, ranks: Sequence[Rank], *, rid_prefix: str) -> None:
+        self._ranks = tuple(ranks)
+        self._watcher = DumpWatcher(ranks)
+        self._rid_prefix = rid_prefix
+        self._correlator = Correlator[DumpFile]()
+        self._waiting: dict[str, asyncio.Future[Collected]] = {}
+        self.num_orphans = 0  # late or duplicate dumps of ours that nobody waits for any more
+        self.num_broken = 0
+
+    def expect(self, rid: str, *, num_tokens: int) -> asyncio.Future[Collected]:
+        """A future of the pieces that tile the prompt, by start; or of what went wrong.
+
+        Whoever takes the pieces owns their files.
+        """
+        self._correlator.expect(rid, num_tokens=num_tokens)
+        future: asyncio.Future[Collected] = asyncio.get_running_loop().create_future()
+        self._waiting[rid] = future
+        return future
+
+    def rows_seen(self, rid: str) -> int:
+        """Rows of `rid` that arrived, while it is waited for."""
+        return self._correlator.rows_seen(rid) if rid in self._waiting else 0
+
+    def forget(self, rid: str) -> None:
+        """Stop waiting for `rid` and remove what arrived of it. No-op once it was settled."""
+        if self._waiting.pop(rid, None) is not None:
+            self._remove(self._correlator.close(rid))
+
+    async def run(self) -> None:
+        """Watch until cancelled. Raises PluginError when a dump directory is gone."""
+        while True:
+            arrived = self.poll()
+            await asyncio.sleep(BUSY_PAUSE_S if arrived else IDLE_PAUSE_S)
+
+    def poll(self) -> bool:
+        """Take in what arrived since the last look; whether anything did."""
+        try:
+            arrivals = self._watcher.poll()
+        except FileNotFoundError as error:
+            raise PluginError(
+                f"the dump directory {error.filename} is gone; "
+                "restart the server and run the same command again"
+            ) from error
+        for rank, arrival in arrivals:
+            self._take(rank, arrival)
+        return bool(arrivals)
+
+    def sweep(self) -> None:
+        """Remove every file of ours, whoever waits for it: for the end of a run."""
+        self._watcher = DumpWatcher(self._ranks)
+        for rid in list(self._waiting):
+            self.forget(rid)
+        self.poll()
+
+    def _take(self, rank: Rank, arrival: Arrival) -> None:
+        match arrival:
+            case DumpFile():
+                self._take_dump(rank, arrival)
+            case ErrorFile(path=path, record=record):
+                if record.rid.startswith(self._rid_prefix):
+                    unlink_all([path])
+                    self._settle(
+                        record.rid, Failure(reason=Reason.DUMP_FAILED, detail=record.reason)
+                    )
+            case BrokenFile(path=path):
+                # Whose it is cannot be read. Its request, ours or another's, will miss it and
+                # try again; the file itself is of no use to anybody.
+                self.num_broken += 1
+                unlink_all([path])
+
+    def _take_dump(self, rank: Rank, file: DumpFile) -> None:
+        header = file.dump.header
+        if not header.rid.startswith(self._rid_prefix):
+            return
+        piece = Piece(start=header.start, rows=header.rows, handle=file)
+        match self._correlator.add(header.rid, piece):
+            case Match.ORPHAN:
+                self.num_orphans += 1
+                self._remove([piece])
+                return
+            case Match.CONFLICT:
+                self._settle(
+                    header.rid,
+                    Failure(
+                        reason=Reason.DUMP_CORRUPT,
+                        detail=f"rows {piece.start} to {piece.end} came twice or lie outside "
+                        "the prompt (was the request retracted?)",
+                    ),
+                )
+                return
+            case Match.COMPLETE | Match.WAITING as match:
+                failure = check_header(header, rank.ready)
+                if failure is not None:
+                    self._settle(header.rid, failure)
+                elif match is Match.COMPLETE:
+                    self._settle(header.rid, None)
+
+    def _settle(self, rid: str, failure: Failure | None) -> None:
+        future = self._waiting.pop(rid, None)
+        if future is None:
+            return
+        pieces = self._correlator.close(rid)
+        if failure is None and not future.done():
+            future.set_result(pieces)
+            return
+        self._remove(pieces)
+        if failure is not None and not future.done():
+            future.set_result(failure)
+
+    @staticmethod
+    def _remove(pieces: Sequence[DumpPiece]) -> None:
+        unlink_all(piece.handle.path for piece in pieces)

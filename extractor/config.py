@@ -1,0 +1,190 @@
+"""What a run is asked to do. Frozen values; every bound is checked where the value is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from extractor.errors import ConfigMismatch, UsageError
+from server_patch.dump_format import LAST_TENSORS, Ready, bytes_per_token
+
+DEFAULT_SERVER_URL = "http://127.0.0.1:30000"
+DEFAULT_OUT = Path("extraction")
+DEFAULT_DUMP_ROOT = Path("/dev/shm/hidden-states")
+DEFAULT_SHARD_BYTES = 4 << 30
+MANIFEST_NAME = "manifest.sqlite"
+DATASET_NAME = "dataset.json"
+SHARDS_DIRECTORY = "shards"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Shape of the states of one token: the same for every sample of a data set."""
+
+    boundaries: tuple[int, ...]  # ascending boundary indices
+    hidden_size: int
+    dtype: str  # safetensors name: BF16, F16 or F32
+    last_kind: str  # post, pre or both
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state tensors, in file order."""
+        return ("aux", *LAST_TENSORS[self.last_kind])
+
+    @property
+    def dump_bytes_per_token(self) -> int:
+        return bytes_per_token(
+            num_boundaries=len(self.boundaries),
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            last_kind=self.last_kind,
+        )
+
+    def state_width(self, name: str) -> int:
+        """Elements per row of one state tensor."""
+        return self.hidden_size * (len(self.boundaries) if name == "aux" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a data set is of. Two runs may share an output directory only if all of it is equal."""
+
+    model: str  # path or name, as the server has it
+    architecture: str
+    config_digest: str  # of the model's config.json
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    dtype: str
+    boundaries: tuple[int, ...]
+    last_kind: str
+    quantization: str | None
+    tokenizer_digest: str
+    template_digest: str
+    inputs: tuple[str, ...]  # digest of each input file, in order
+
+    @classmethod
+    def of(
+        cls,
+        ready: Ready,
+        *,
+        tokenizer_digest: str,
+        template_digest: str,
+        inputs: tuple[str, ...],
+    ) -> Identity:
+        return cls(
+            model=ready.model_path,
+            architecture=ready.architecture,
+            config_digest=ready.config_digest,
+            vocab_size=ready.vocab_size,
+            num_layers=ready.num_layers,
+            hidden_size=ready.hidden_size,
+            dtype=ready.dtype,
+            boundaries=ready.boundaries,
+            last_kind=ready.last_kind,
+            quantization=ready.quantization,
+            tokenizer_digest=tokenizer_digest,
+            template_digest=template_digest,
+            inputs=inputs,
+        )
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Identity:
+        """From what the manifest holds. Raises ConfigMismatch naming a field that it lacks."""
+        names = {field.name for field in fields(cls)}
+        missing = names - set(document)
+        if missing:
+            raise ConfigMismatch(
+                f"the manifest lacks the field(s) {', '.join(sorted(missing))}: "
+                "it was begun by another version of this tool. Use a new --out."
+            )
+        values = {name: document[name] for name in names}
+        values["boundaries"] = tuple(values["boundaries"])
+        values["inputs"] = tuple(values["inputs"])
+        return cls(**values)
+
+    def to_document(self) -> dict[str, Any]:
+        """JSON-ready, field by field."""
+        return asdict(self)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            boundaries=self.boundaries,
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            last_kind=self.last_kind,
+        )
+
+    def require_same(self, begun_with: Identity, *, out: Path) -> None:
+        """Raise ConfigMismatch naming every field in which this run differs from the manifest's."""
+        # A model that was moved is still the same model: its configuration's digest decides.
+        differences = [
+            f"  {field.name}: {out} has {_shown(getattr(begun_with, field.name))}, "
+            f"this run has {_shown(getattr(self, field.name))}"
+            for field in fields(self)
+            if field.name != "model"
+            and getattr(begun_with, field.name) != getattr(self, field.name)
+        ]
+        if differences:
+            raise ConfigMismatch(
+                f"{out} was begun with another configuration:\n"
+                + "\n".join(differences)
+                + "\nUse the old configuration, or another --out."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """One `extractor run`: where things are and how hard to push. None of it changes the data."""
+
+    prompts: tuple[Path, ...]
+    out: Path = DEFAULT_OUT
+    server_url: str = DEFAULT_SERVER_URL
+    dump_root: Path = DEFAULT_DUMP_ROOT
+    tokenizer: str | None = None  # default: the server's
+    concurrency: int = 64  # requests in flight
+    shm_budget_bytes: int | None = None  # default: half of what is free under dump_root
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    num_movers: int = 1  # threads that copy dumps to shards
+    max_attempts: int = 4  # requests per prompt and session
+    request_timeout_s: float = 600.0  # one request, from sending to the answer
+    dump_timeout_s: float = 60.0  # from the answer to the last piece
+    server_wait_s: float = 0.0  # how long a server may take to come up
+    file_mode: int = 0o644  # of shards and manifest
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise UsageError("name at least one prompt file")
+        for name, least in (
+            ("concurrency", 1),
+            ("shard_bytes", 1),
+            ("num_movers", 1),
+            ("max_attempts", 1),
+            ("request_timeout_s", 0.001),
+            ("dump_timeout_s", 0.001),
+            ("server_wait_s", 0),
+        ):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be >= {least}, is {getattr(self, name)}")
+        if self.shm_budget_bytes is not None and self.shm_budget_bytes < 1:
+            raise UsageError(f"shm_budget_bytes must be >= 1, is {self.shm_budget_bytes}")
+
+    def with_server(self, url: str) -> RunOptions:
+        """The same run against another server."""
+        return replace(self, server_url=url)
+
+    @property
+    def manifest_path(self) -> Path:
+        return self.out / MANIFEST_NAME
+
+    @property
+    def shards_path(self) -> Path:
+        return self.out / SHARDS_DIRECTORY
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,133 @@
+"""Edge: one pass from a sample's dumps to its place in a shard: read, hash, check, write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import xxhash
+
+from extractor.collect import DumpPiece
+from extractor.config import Layout
+from extractor.files import read_into, write_at
+from extractor.retry import Failure
+from extractor.verify import check_ids, first_nonfinite, nonfinite_failure
+from manifest.states import Reason
+from prompts.types import Prompt
+from server_patch.dump_format import TensorSpan
+
+#: Read, hashed, checked and written at a time: small enough to stay in a core's cache.
+BLOCK_BYTES = 1 << 20
+
+
+class SampleFault(Exception):
+    """The dumps of a sample are not what was promised; nothing of it was kept."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.detail)
+        self.failure = failure
+
+
+class SampleCopier:
+    """Copies samples with one block of memory that it keeps. One thread uses it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._block = memoryview(bytearray(BLOCK_BYTES))
+
+    def copy(
+        self, prompt: Prompt, pieces: Sequence[DumpPiece], *, descriptor: int, offset: int
+    ) -> str:
+        """Write the sample at `offset` of `descriptor`; its digest, xxh3-128 in hex.
+
+        `pieces` are in order of start and tile the prompt. Raises SampleFault when token ids
+        differ, a value is not finite, or a dump vanished; OSError when the shard cannot be
+        written.
+        """
+        digest = xxhash.xxh3_128()
+        with ExitStack() as stack:
+            opened = [(piece, stack.enter_context(_opened(piece))) for piece in pieces]
+            for piece, source in opened:
+                self._check_ids(prompt, piece, source)
+            for name in self._layout.state_names:
+                for piece, source in opened:
+                    for block, index in self._blocks(source, piece, name):
+                        self._check_finite(block, index, name=name, piece=piece)
+                        digest.update(block)
+                        write_at(descriptor, block, offset)
+                        offset += len(block)
+        tail = token_bytes(prompt)
+        digest.update(tail)
+        write_at(descriptor, tail, offset)
+        return str(digest.hexdigest())
+
+    def _check_ids(self, prompt: Prompt, piece: DumpPiece, source: int) -> None:
+        span = piece.handle.dump.tensors["input_ids"]
+        data = bytearray(span.size_bytes)
+        _read(piece, source, memoryview(data), span.begin)
+        failure = check_ids(
+            prompt.input_ids, np.frombuffer(data, dtype=np.dtype("<i4")), start=piece.start
+        )
+        if failure is not None:
+            raise SampleFault(failure)
+
+    def _check_finite(self, block: memoryview, index: int, *, name: str, piece: DumpPiece) -> None:
+        found = first_nonfinite(block, self._layout.dtype)
+        if found is not None:
+            raise SampleFault(
+                nonfinite_failure(
+                    index=index + found, name=name, start=piece.start, layout=self._layout
+                )
+            )
+
+    def _blocks(self, source: int, piece: DumpPiece, name: str) -> Iterator[tuple[memoryview, int]]:
+        """A piece's tensor block by block, with the index of each block's first value."""
+        span: TensorSpan = piece.handle.dump.tensors[name]
+        item_bytes = 4 if span.dtype == "F32" else 2
+        for begin in range(span.begin, span.end, BLOCK_BYTES):
+            block = self._block[: min(BLOCK_BYTES, span.end - begin)]
+            _read(piece, source, block, begin)
+            yield block, (begin - span.begin) // item_bytes
+
+
+def token_bytes(prompt: Prompt) -> bytes:
+    """A sample's last two tensors as they lie in a shard: `input_ids` and `loss_mask`, int32."""
+    ids = prompt.input_ids.astype("<i4", copy=False).tobytes()
+    return ids + prompt.loss_mask.astype("<i4").tobytes()
+
+
+def _read(piece: DumpPiece, source: int, view: memoryview, offset: int) -> None:
+    try:
+        read_into(source, view, offset)
+    except EOFError as error:
+        # Its size was right when it was collected: somebody cut it since.
+        raise SampleFault(
+            Failure(reason=Reason.DUMP_CORRUPT, detail=f"{piece.handle.path}: {error}")
+        ) from error
+
+
+class _opened:
+    """Opens a piece's dump for reading; a vanished one is the sample's fault, not a crash."""
+
+    def __init__(self, piece: DumpPiece) -> None:
+        self._piece = piece
+        self._descriptor = -1
+
+    def __enter__(self) -> int:
+        path = self._piece.handle.path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise SampleFault(
+                Failure(
+                    reason=Reason.DUMP_MISSING,
+                    detail=f"{path} vanished before it was copied (systemd's RemoveIPC, or "
+                    "somebody cleaned up)",
+                )
+            ) from error
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,190 @@
+"""`extractor doctor`: what a run needs, one line each: OK, or PROBLEM and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from extractor import __version__
+from extractor.client import Client
+from extractor.errors import SpaceError, exit_code
+from extractor.files import free_bytes
+from extractor.preflight import (
+    Target,
+    limits_of,
+    prepare_out,
+    require_dump_directory,
+    require_plugin,
+    require_probe,
+    require_server,
+    shm_budget,
+)
+from extractor.tables import amount
+from extractor.writers import scan_writers
+
+LEAST_FILES = 1024
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    problem: str | None  # what is wrong and what to do; None when all is well
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.problem is None:
+            return f"OK       {self.name}: {self.detail}"
+        return f"PROBLEM  {self.name}: {self.problem}"
+
+
+async def examine(
+    *, url: str, dump_root: Path, out: Path, server_wait_s: float
+) -> AsyncIterator[Check]:
+    """Every check that can be made; those that need a failed one are left out."""
+    yield _versions()
+    yield _open_files()
+    check, _ = await _try("output disk", _async(lambda: _out(out)))
+    yield check
+    yield _dump_root(dump_root)
+    yield _leftovers(dump_root)
+    async with Client(url, concurrency=2, request_timeout_s=120.0) as client:
+        check, facts = await _try(
+            "server",
+            lambda: require_server(client, wait_s=server_wait_s),
+            lambda facts: f"{url} serves {facts.model_path} on SGLang {facts.version}",
+        )
+        yield check
+        if facts is None:
+            return
+        check, ranks = await _try(
+            "plugin",
+            _async(lambda: require_plugin(dump_root, url=url, facts=facts)),
+            lambda ranks: (
+                f"version {ranks[0].ready.plugin_version}, {len(ranks)} writer(s), "
+                f"pid {ranks[0].ready.pid}, {ranks[0].directory}"
+            ),
+        )
+        yield check
+        if ranks is None:
+            return
+        ready = ranks[0].ready
+        yield Check(
+            name="layers",
+            problem=None,
+            detail=f"boundaries {list(ready.boundaries)} of {ready.num_layers} layers, last state "
+            f"{ready.last_kind}, {ready.dtype}, hidden size {ready.hidden_size}",
+        )
+        check, limits = await _try(
+            "limits",
+            _async(lambda: limits_of(facts, ready)),
+            lambda limits: (
+                f"prompts of at most {limits.max_prompt_tokens:,} tokens, "
+                f"vocabulary {limits.vocab_size:,}, chunks of {limits.chunk_tokens:,}"
+            ),
+        )
+        yield check
+        if limits is None:
+            return
+        check, _ = await _try(
+            "dump directory",
+            _async(lambda: require_dump_directory(ranks)),
+            lambda _: "files can be created and removed",
+        )
+        yield check
+        check, _ = await _try(
+            "budget",
+            _async(lambda: shm_budget(ranks, None, limits=limits)),
+            lambda budget: f"{amount(budget)} of dumps at a time",
+        )
+        yield check
+        target = Target(facts=facts, ranks=ranks, limits=limits)
+        check, _ = await _try(
+            "probe",
+            lambda: require_probe(client, target, run_id=secrets.token_hex(4)),
+            lambda _: "a prompt was sent and its dump arrived whole",
+        )
+        yield check
+
+
+async def _try(
+    name: str,
+    function: Callable[[], Awaitable[Result]],
+    describe: Callable[[Any], str] = str,
+) -> tuple[Check, Result | None]:
+    try:
+        result = await function()
+    except Exception as error:
+        if exit_code(error) is None:
+            raise
+        return Check(name=name, problem=str(error)), None
+    return Check(name=name, problem=None, detail=describe(result)), result
+
+
+def _async(function: Callable[[], Result]) -> Callable[[], Awaitable[Result]]:
+    async def call() -> Result:
+        return function()
+
+    return call
+
+
+def _versions() -> Check:
+    try:
+        engine = f"sglang {importlib.metadata.version('sglang')} here"
+    except importlib.metadata.PackageNotFoundError:
+        engine = "sglang not in this environment (the server may have its own)"
+    python = ".".join(map(str, sys.version_info[:3]))
+    return Check(
+        name="versions",
+        problem=None,
+        detail=f"hidden-state-extractor {__version__}, Python {python}, {engine}",
+    )
+
+
+def _open_files() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        return Check(
+            name="open files", problem=f"at most {soft} are allowed; run `ulimit -n {LEAST_FILES}`"
+        )
+    return Check(name="open files", problem=None, detail=f"up to {soft}")
+
+
+def _out(out: Path) -> str:
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if nearest == out:
+        prepare_out(out)
+    elif not os.access(nearest, os.W_OK):
+        raise SpaceError(f"{nearest} is not writable; name another --out")
+    return f"{out}: {amount(free_bytes(nearest))} free"
+
+
+def _dump_root(root: Path) -> Check:
+    if not root.exists():
+        return Check(
+            name="dump root",
+            problem=f"{root} does not exist: no server with the plugin was ever started for it",
+        )
+    return Check(name="dump root", problem=None, detail=f"{root}: {amount(free_bytes(root))} free")
+
+
+def _leftovers(root: Path) -> Check:
+    writers = scan_writers(root)
+    if not writers.dead:
+        return Check(name="leftovers", problem=None, detail="none")
+    directories = ", ".join(str(rank.directory) for rank in writers.dead)
+    size = sum(file.stat().st_size for rank in writers.dead for file in rank.directory.glob("*"))
+    return Check(
+        name="leftovers",
+        problem=f"{amount(size)} of dead servers: remove {directories}",
+    )

@@ -1,0 +1,133 @@
+"""The error tree and what each branch means to a caller.
+
+```
+ExtractorError
+├── UsageError          exit 2   the command, a file or the configuration; a person must change it
+│   ├── ConfigMismatch           the output directory holds another run's data
+│   ├── OutputBusy               another process writes the output directory
+│   └── MissingExtra             a package of an optional extra is not installed
+├── ServerError         exit 3   the server or its plugin; rows stay resumable
+│   ├── ServerUnreachable
+│   ├── PluginError              absent, failed, or captures something else
+│   └── ServerLost               gone in mid-run
+├── SpaceError          exit 4   a disk or /dev/shm is full; nothing is lost
+├── CorruptData         exit 1   bytes on disk are not what the manifest says
+└── Interrupted         exit 130 a signal; rows stay resumable
+```
+
+The leaf packages keep a class of their own each (`LEAF_ERRORS`), mapped to exit codes here.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import Final
+
+from manifest.errors import ManifestError, ManifestSpaceError
+from prompts.types import InputError, TokenizerError
+from server_patch.dump_format import DumpFormatError
+
+
+class ExtractorError(Exception):
+    """Base of everything this package raises on purpose. Shown as one message, no traceback.
+
+    The message says what failed, on what, and what to do next.
+    """
+
+    exit_code = 1
+
+
+class UsageError(ExtractorError):
+    """The command, a file or the configuration is wrong."""
+
+    exit_code = 2
+
+
+class ConfigMismatch(UsageError):
+    """The output directory was begun with another configuration."""
+
+
+class OutputBusy(UsageError):
+    """Another live process holds the output directory."""
+
+
+class MissingExtra(UsageError):
+    """A command needs a package that an optional extra installs."""
+
+    def __init__(self, *, command: str, extra: str, package: str) -> None:
+        super().__init__(
+            f"{command} needs the package {package}, which is not installed. Run:\n"
+            f"  pip install 'hidden-state-extractor[{extra}]'"
+        )
+
+
+class ServerError(ExtractorError):
+    """The server or its plugin is in trouble; rows stay resumable."""
+
+    exit_code = 3
+
+
+class ServerUnreachable(ServerError):
+    """Nothing answers at the server's address."""
+
+
+class PluginError(ServerError):
+    """The server answers, but its plugin is absent, failed, or captures something else."""
+
+
+class ServerLost(ServerError):
+    """The server stopped answering in mid-run."""
+
+
+class SpaceError(ExtractorError):
+    """No space is left where it is needed; nothing is lost."""
+
+    exit_code = 4
+
+
+class CorruptData(ExtractorError):
+    """Bytes on disk are not what the manifest says."""
+
+
+class Interrupted(ExtractorError):
+    """A signal asked the run to stop; the same command goes on."""
+
+    exit_code = 130
+
+
+#: The leaf packages' own errors and what they mean for the exit code.
+LEAF_ERRORS: Final[tuple[tuple[type[Exception], int], ...]] = (
+    (ManifestSpaceError, 4),
+    (ManifestError, 2),
+    (InputError, 2),
+    (TokenizerError, 2),
+    (DumpFormatError, 1),
+)
+
+_SPACE_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_out_of_space(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _SPACE_ERRNOS
+
+
+def exit_code(error: BaseException) -> int | None:
+    """The exit code of an error that people should see as a message; None for a defect."""
+    if isinstance(error, ExtractorError):
+        return error.exit_code
+    for leaf, code in LEAF_ERRORS:
+        if isinstance(error, leaf):
+            return code
+    if is_out_of_space(error):
+        return SpaceError.exit_code
+    if isinstance(error, PermissionError | FileNotFoundError | IsADirectoryError):
+        return UsageError.exit_code
+    return None
+
+
+def first_known(error: BaseException) -> BaseException:
+    """The error to show of an exception group: the first that has an exit code, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_known(inner) for inner in error.exceptions]
+    return next((leaf for leaf in leaves if exit_code(leaf) is not None), leaves[0])

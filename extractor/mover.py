@@ -1,0 +1,188 @@
+"""Moves samples from their dumps into shards, in durable order, many per fsync.
+
+copy -> fdatasync -> manifest commit -> unlink the dumps. What arrives while one group is on its
+way forms the next group, so the group size adapts to what the disk costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from extractor.collect import DumpPiece
+from extractor.copying import SampleFault
+from extractor.errors import SpaceError, is_out_of_space
+from extractor.files import unlink_all
+from extractor.retry import Failure
+from extractor.shard_format import sample_bytes, samples_expected
+from extractor.shards import ShardSettings, ShardWriter
+from manifest.owner import StoreOwner
+from manifest.records import Moved, Row, Shard, Stored
+from manifest.states import Event
+from prompts.types import Prompt
+
+Result = TypeVar("Result")
+
+#: Most samples and bytes in one group: bounds how long a dump waits for its fsync.
+GROUP_SAMPLES = 256
+GROUP_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    prompt: Prompt
+    pieces: Sequence[DumpPiece]
+    attempts: int
+    done: asyncio.Future[Failure | None]
+
+
+class Mover:
+    """One thread and the open shard that it fills."""
+
+    def __init__(
+        self,
+        settings: ShardSettings,
+        owner: StoreOwner,
+        *,
+        next_number: Callable[[], int],
+        rows_left: Callable[[], int],
+    ) -> None:
+        self._settings = settings
+        self._layout = settings.identity.layout
+        self._owner = owner
+        self._next_number = next_number
+        self._rows_left = rows_left
+        self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mover")
+        self._writer: ShardWriter | None = None
+
+    @property
+    def backlog(self) -> int:
+        return self._jobs.qsize()
+
+    async def resume(self, shard: Shard, rows: Sequence[Row]) -> None:
+        """Go on filling a shard that an earlier session left open."""
+        self._writer = await self._in_thread(
+            lambda: ShardWriter.resume(self._settings, shard, rows)
+        )
+
+    async def store(
+        self, prompt: Prompt, pieces: Sequence[DumpPiece], *, attempts: int
+    ) -> Failure | None:
+        """Return once the sample is durable, in the manifest, and its dumps are removed; or why
+        the dumps are no good (they are removed too)."""
+        done: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
+        self._jobs.put_nowait(_Job(prompt=prompt, pieces=pieces, attempts=attempts, done=done))
+        return await done
+
+    async def run(self) -> None:
+        """Move samples until cancelled. Raises SpaceError, OSError, ManifestError."""
+        while True:
+            group = [await self._jobs.get()]
+            size = 0
+            while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < GROUP_BYTES:
+                group.append(self._jobs.get_nowait())
+                size += sample_bytes(group[-1].prompt.num_tokens, self._layout)
+            while group:
+                group = group[await self._move(group) :]
+
+    async def close(self, *, seal: bool) -> None:
+        """Stop the thread. `seal`: no more samples will come, so finish the shard."""
+        if seal and self._writer is not None:
+            writer, self._writer = self._writer, None
+            await self._finish(writer)
+        # Before closing the file: a cancelled run may have left the thread at work on it.
+        self._thread.shutdown(wait=True)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    async def _move(self, group: Sequence[_Job]) -> int:
+        """Move as many of `group`, from its start, as one shard takes; how many those were."""
+        writer = await self._writer_for(group)
+        outcomes = await self._in_thread(lambda: self._append(writer, group))
+        done = group[: len(outcomes)]
+        stored = [
+            (job, outcome)
+            for job, outcome in zip(done, outcomes, strict=True)
+            if isinstance(outcome, Stored)
+        ]
+        await self._owner.commit(
+            *(
+                change
+                for job, outcome in stored
+                for change in (
+                    Moved(ordinal=job.prompt.ordinal, event=Event.VERIFY, attempts=job.attempts),
+                    outcome,
+                )
+            )
+        )
+        # Only now: until the commit, the dump is the only copy that is sure to survive a crash.
+        await self._in_thread(
+            lambda: unlink_all(piece.handle.path for job in done for piece in job.pieces)
+        )
+        for job, outcome in zip(done, outcomes, strict=True):
+            if not job.done.done():
+                job.done.set_result(None if isinstance(outcome, Stored) else outcome)
+        return len(done)
+
+    @staticmethod
+    def _append(writer: ShardWriter, group: Sequence[_Job]) -> list[Stored | Failure]:
+        outcomes: list[Stored | Failure] = []
+        for job in group:
+            if not writer.has_room(job.prompt.num_tokens):
+                break
+            try:
+                outcomes.append(writer.append(job.prompt, job.pieces))
+            except SampleFault as fault:
+                outcomes.append(fault.failure)
+        writer.sync()
+        return outcomes
+
+    async def _writer_for(self, group: Sequence[_Job]) -> ShardWriter:
+        num_tokens = group[0].prompt.num_tokens
+        if self._writer is not None and not self._writer.has_room(num_tokens):
+            writer, self._writer = self._writer, None
+            await self._finish(writer)
+        if self._writer is None:
+            mean = sum(sample_bytes(job.prompt.num_tokens, self._layout) for job in group) / len(
+                group
+            )
+            expected = samples_expected(
+                shard_bytes=self._settings.shard_bytes,
+                mean_sample_bytes=mean,
+                rows_left=self._rows_left(),
+            )
+            number = self._next_number()
+            writer = await self._in_thread(
+                lambda: ShardWriter.create(self._settings, number=number, expected_samples=expected)
+            )
+            await self._owner.call(lambda store: store.add_shard(writer.shard))
+            self._writer = writer
+        return self._writer
+
+    async def _finish(self, writer: ShardWriter) -> None:
+        number = writer.shard.number
+        try:
+            if writer.num_samples:
+                await self._in_thread(writer.seal)
+                await self._owner.call(lambda store: store.seal_shard(number))
+            else:
+                await self._owner.call(lambda store: store.drop_shard(number))
+                await self._in_thread(writer.discard)
+        finally:
+            writer.close()
+
+    async def _in_thread(self, function: Callable[[], Result]) -> Result:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        except OSError as error:
+            if is_out_of_space(error):
+                raise SpaceError(
+                    f"{self._settings.directory}: no space left. Nothing is lost: free space "
+                    "and run the same command again."
+                ) from error
+            raise

@@ -1,0 +1,207 @@
+"""Everything that is proven before the first prompt is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from extractor.client import Client, ServerFacts, wait_until_answering
+from extractor.collect import Rank
+from extractor.collector import Collector
+from extractor.config import Layout
+from extractor.errors import PluginError, ServerUnreachable, SpaceError, UsageError
+from extractor.files import free_bytes
+from extractor.plan import Limits, Request, dump_bytes, make_rid, rid_prefix
+from extractor.retry import Failure
+from extractor.verify import check_ids, check_reply
+from extractor.writers import ranks_of, scan_writers
+from prompts.types import Prompt
+from server_patch.dump_format import READY_NAME, Ready
+
+PROBE_TIMEOUT_S = 60.0
+PROBE_TOKENS = 5
+#: Free space below which a run is not begun.
+LEAST_FREE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A server that is fit to run against."""
+
+    facts: ServerFacts
+    ranks: tuple[Rank, ...]
+    limits: Limits
+
+    @property
+    def ready(self) -> Ready:
+        return self.ranks[0].ready
+
+
+async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
+    """The server's own account of itself. Raises ServerUnreachable with what to do."""
+    if not await wait_until_answering(client, timeout_s=wait_s):
+        raise ServerUnreachable(
+            f"no server answers at {client.url}. Start one with `extractor serve --model …`, "
+            "name another with --server, or give --model to let `extractor run` start it. "
+            "(A server that is still loading: --server-wait SECONDS.)"
+        )
+    return await client.facts()
+
+
+def require_plugin(root: Path, *, url: str, facts: ServerFacts) -> tuple[Rank, ...]:
+    """The live writers of that server. Raises PluginError with what to do."""
+    ranks = ranks_of(scan_writers(root), url=url, model_path=facts.model_path)
+    ready = ranks[0].ready
+    if ready.model_path != facts.model_path:
+        raise PluginError(
+            f"{ranks[0].directory / READY_NAME} is of model {ready.model_path}, "
+            f"the server at {url} serves {facts.model_path}: another server's dump directory?"
+        )
+    for rank in ranks[1:]:
+        for name in ("boundaries", "hidden_size", "dtype", "last_kind", "rid_prefix"):
+            if getattr(rank.ready, name) != getattr(ready, name):
+                raise PluginError(
+                    f"data-parallel ranks 0 and {rank.ready.rank} differ in {name}: "
+                    f"{getattr(ready, name)!r} and {getattr(rank.ready, name)!r}"
+                )
+    return ranks
+
+
+def limits_of(facts: ServerFacts, ready: Ready) -> Limits:
+    """What the server takes. SGLang refuses prompts of `max_req_input_len` tokens and more."""
+    bounds = []
+    if facts.max_input_tokens is not None:
+        bounds.append(facts.max_input_tokens - 1)
+    if facts.context_length is not None:
+        bounds.append(facts.context_length - 1)  # one token is generated
+    if not bounds:
+        raise PluginError("the server tells neither max_req_input_len nor context_length")
+    longest = min(bounds)
+    chunk = ready.chunked_prefill_size
+    return Limits(
+        max_prompt_tokens=longest,
+        vocab_size=ready.vocab_size,
+        chunk_tokens=chunk if chunk > 0 else longest,
+    )
+
+
+async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
+    """Send one small prompt and see its dump arrive, whole and with its tokens.
+
+    Raises PluginError: the one proof that the plugin is really at work in the server that we
+    talk to.
+    """
+    ids = np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % target.limits.vocab_size
+    mask = np.zeros(PROBE_TOKENS, dtype=np.uint8)
+    prompt = Prompt(
+        ordinal=0,
+        source="probe",
+        line=0,
+        label=None,
+        input_ids=ids,
+        loss_mask=mask,
+    )
+    rid = make_rid(run_id=run_id, session_id=f"probe{secrets.token_hex(4)}", ordinal=0, attempt=1)
+    collector = Collector(target.ranks, rid_prefix=rid_prefix(run_id))
+    collected = collector.expect(rid, num_tokens=PROBE_TOKENS)
+    watching = asyncio.create_task(collector.run(), name="probe-collector")
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            reply = await client.generate(Request(rid=rid, prompt=prompt))
+            failure = (
+                reply if isinstance(reply, Failure) else check_reply(reply, num_tokens=PROBE_TOKENS)
+            )
+            if failure is not None:
+                raise PluginError(f"the probe prompt failed: {failure.detail}")
+            either: set[asyncio.Future[Any]] = {collected, watching}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()  # raises what ended it
+        outcome = collected.result()
+    except TimeoutError:
+        raise PluginError(
+            f"the server at {client.url} answered the probe prompt, but no dump of it arrived "
+            f"under {target.ranks[0].directory} in {PROBE_TIMEOUT_S:.0f} s. Is the directory "
+            "another server's? Does the server run prefill in CUDA graphs? See its log."
+        ) from None
+    finally:
+        watching.cancel()
+        collector.forget(rid)
+    if isinstance(outcome, Failure):
+        raise PluginError(f"the probe prompt's dump is no good: {outcome.detail}")
+    try:
+        for piece in outcome:
+            span = piece.handle.dump.tensors["input_ids"]
+            data = piece.handle.path.read_bytes()[span.begin : span.end]
+            wrong = check_ids(ids, np.frombuffer(data, dtype="<i4"), start=piece.start)
+            if wrong is not None:
+                raise PluginError(f"the probe prompt's dump is no good: {wrong.detail}")
+    finally:
+        for piece in outcome:
+            piece.handle.path.unlink(missing_ok=True)
+
+
+def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:
+    """Bytes of dumps to allow at a time. Default: half of what is free now.
+
+    Raises SpaceError when that does not hold even one short prompt or exceeds what is free.
+    """
+    directory = ranks[0].directory
+    ready = ranks[0].ready
+    free = free_bytes(directory)
+    budget = free // 2 if wanted is None else wanted
+    hint = "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
+    if budget > free:
+        raise SpaceError(f"--shm-budget is {budget} bytes, {directory} has {free} free. {hint}")
+    least = dump_bytes(min(1024, limits.max_prompt_tokens), layout_of(ready), limits)
+    if budget < least:
+        raise SpaceError(
+            f"{directory} has {free} bytes free; a budget of {budget} does not hold "
+            f"one prompt of 1024 tokens ({least} bytes). {hint}"
+        )
+    return budget
+
+
+def layout_of(ready: Ready) -> Layout:
+    """Shape of the states that a writer announced."""
+    return Layout(
+        boundaries=ready.boundaries,
+        hidden_size=ready.hidden_size,
+        dtype=ready.dtype,
+        last_kind=ready.last_kind,
+    )
+
+
+def require_dump_directory(ranks: Sequence[Rank]) -> None:
+    """See that we may read, create and remove files beside the dumps. Raises UsageError."""
+    for rank in ranks:
+        trial = rank.directory / f".tmp-client-{os.getpid()}"
+        try:
+            trial.write_bytes(b"")
+            trial.unlink()
+        except OSError as error:
+            raise UsageError(
+                f"{rank.directory}: this user cannot create and remove files there ({error}). "
+                "Run as the server's user, or start the server with "
+                "SGLANG_HS_FILE_MODE=660 and a common group."
+            ) from error
+
+
+def prepare_out(out: Path) -> None:
+    """Make the output directory and see that it can be written. Raises UsageError, SpaceError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        trial = out / f".writable-{os.getpid()}"
+        trial.write_bytes(b"x")
+        trial.unlink()
+    except OSError as error:
+        raise UsageError(f"{out}: cannot write there ({error}). Name another --out.") from error
+    if (free := free_bytes(out)) < LEAST_FREE_BYTES:
+        raise SpaceError(f"{out}: only {free >> 20} MiB free. Free space or name another --out.")

@@ -1,0 +1,102 @@
+"""Edge: a server process of our own: started in a group of its own, ended with all it started."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+STOP_PATIENCE_S = 15.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ServerProcess:
+    """A running command whose output goes to a log file."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log_path: Path) -> None:
+        self._process = process
+        self.log_path = log_path
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def log_size(self) -> int:
+        return self.log_path.stat().st_size
+
+    def log_text(self, *, tail_bytes: int = 1 << 20) -> str:
+        """The end of the log."""
+        with open(self.log_path, "rb") as log:
+            log.seek(max(0, self.log_size() - tail_bytes))
+            return log.read().decode(errors="replace")
+
+    def last_log_line(self) -> str:
+        lines = self.log_text(tail_bytes=4096).strip().splitlines()
+        return lines[-1].strip() if lines else "(empty)"
+
+    async def stop(self) -> None:
+        """End the whole tree: politely, then by force."""
+        children = _descendants(self.pid)
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.terminate()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), STOP_PATIENCE_S)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, STOP_PATIENCE_S)
+        for child in alive:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        # Children that were born meanwhile are still in the group.
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+
+
+@asynccontextmanager
+async def started(
+    command: Sequence[str], *, environment: Mapping[str, str], log_path: Path
+) -> AsyncIterator[ServerProcess]:
+    """Start `command`; whatever ends the block, or us, ends it and all that it started."""
+    with open(log_path, "wb") as log:  # noqa: ASYNC230 - a local file, once per server
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=dict(environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    server = ServerProcess(process, log_path)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def _die_with_parent() -> None:
+    # Even a kill -9 of ours must not leave a server that holds the GPU.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []

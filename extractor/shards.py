@@ -1,0 +1,179 @@
+"""Edge: shard files, written in durable order and read without trust.
+
+An open shard is `shards/.shard-000000.open`: header room, then samples. `sync` makes the samples
+so far durable; only then may the manifest call them stored. Sealing writes the header, syncs,
+and renames to the final name. After a crash the manifest says where the durable samples end;
+what lies behind that is overwritten.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from extractor.collect import DumpPiece
+from extractor.config import Identity
+from extractor.copying import SampleCopier
+from extractor.files import sync_directory, write_at
+from extractor.shard_format import (
+    encode_shard_header,
+    header_room,
+    sample_bytes,
+    samples_that_fit,
+    shard_metadata,
+    shard_name,
+)
+from manifest.records import Row, Shard, Stored
+from prompts.types import Prompt
+
+
+def open_shard_path(directory: Path, shard: Shard) -> Path:
+    return directory / f".{Path(shard.name).stem}.open"
+
+
+def sealed_shard_path(directory: Path, shard: Shard) -> Path:
+    return directory / shard.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings:
+    """What is the same for every shard of a run."""
+
+    directory: Path
+    identity: Identity
+    shard_bytes: int  # a shard is sealed before it would grow beyond this, if it holds a sample
+    file_mode: int
+
+
+class ShardWriter:
+    """One open shard and the thread that fills it. Not thread-safe.
+
+    `position` is where the next sample goes; bytes before it belong to samples of the manifest
+    or to samples returned by `append` since the last `sync`.
+    """
+
+    def __init__(
+        self, settings: ShardSettings, shard: Shard, samples: Sequence[tuple[int, int]]
+    ) -> None:
+        self.shard = shard
+        self._settings = settings
+        self._layout = settings.identity.layout
+        self._samples = list(samples)  # (ordinal, num_tokens), in file order
+        self._path = open_shard_path(settings.directory, shard)
+        self._copier = SampleCopier(self._layout)
+        self.position = shard.size_bytes
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, settings.file_mode)
+
+    @classmethod
+    def create(cls, settings: ShardSettings, *, number: int, expected_samples: int) -> ShardWriter:
+        """A new shard. Its file is durable by name; the manifest does not know of it yet."""
+        room = header_room(expected_samples, settings.identity.layout)
+        shard = Shard(
+            number=number,
+            name=shard_name(number),
+            data_start=room,
+            is_sealed=False,
+            size_bytes=room,
+            num_samples=0,
+        )
+        # A leftover of this name is from a crash before the manifest learnt of it.
+        open_shard_path(settings.directory, shard).unlink(missing_ok=True)
+        writer = cls(settings, shard, [])
+        sync_directory(settings.directory)
+        return writer
+
+    @classmethod
+    def resume(cls, settings: ShardSettings, shard: Shard, rows: Sequence[Row]) -> ShardWriter:
+        """Go on with a shard that an earlier session left open, behind its durable samples."""
+        end = rows[-1] if rows else None
+        position = (end.offset or 0) + (end.size_bytes or 0) if end else shard.data_start
+        return cls(
+            settings,
+            replace(shard, size_bytes=position, num_samples=len(rows)),
+            [(row.ordinal, row.num_tokens or 0) for row in rows],
+        )
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether a sample of that length may still go here. An empty shard takes any sample."""
+        if not self._samples:
+            return True
+        end = self.position + sample_bytes(num_tokens, self._layout)
+        return end <= self._settings.shard_bytes and len(self._samples) < samples_that_fit(
+            self.shard.data_start, self._layout
+        )
+
+    def append(self, prompt: Prompt, pieces: Sequence[DumpPiece]) -> Stored:
+        """Copy a sample behind the last. Not durable before `sync`.
+
+        Raises SampleFault (the shard is as before), OSError.
+        """
+        digest = self._copier.copy(
+            prompt, pieces, descriptor=self._descriptor, offset=self.position
+        )
+        size = sample_bytes(prompt.num_tokens, self._layout)
+        stored = Stored(
+            ordinal=prompt.ordinal,
+            shard=self.shard.number,
+            offset=self.position,
+            size_bytes=size,
+            digest=digest,
+            num_pieces=len(pieces),
+        )
+        self._samples.append((prompt.ordinal, prompt.num_tokens))
+        self.position += size
+        return stored
+
+    def sync(self) -> None:
+        """Make every appended sample durable."""
+        os.fdatasync(self._descriptor)
+
+    def seal(self) -> None:
+        """Write the header, make the whole file durable and give it its final name.
+
+        Call after the manifest knows every sample. A crash at any point leaves the open file or
+        the sealed one, and `is_sealed_on_disk` tells which.
+        """
+        os.ftruncate(self._descriptor, self.position)
+        header = encode_shard_header(
+            self._samples,
+            layout=self._layout,
+            metadata=shard_metadata(self._settings.identity),
+            room_bytes=self.shard.data_start,
+        )
+        write_at(self._descriptor, header, 0)
+        os.fsync(self._descriptor)
+        os.rename(self._path, sealed_shard_path(self._settings.directory, self.shard))
+        sync_directory(self._settings.directory)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._samples)
+
+    def discard(self) -> None:
+        """Remove an open shard that holds no sample."""
+        self._path.unlink(missing_ok=True)
+        sync_directory(self._settings.directory)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def is_sealed_on_disk(directory: Path, shard: Shard) -> bool:
+    """Whether sealing got as far as the rename, whatever the manifest says."""
+    return sealed_shard_path(directory, shard).exists()
+
+
+def lost_rows(directory: Path, shard: Shard, rows: Sequence[Row]) -> list[Row]:
+    """Samples at the end of this shard whose bytes are not all there, whatever the manifest says.
+
+    `rows` are in file order; a file is cut at its end only.
+    """
+    sealed = sealed_shard_path(directory, shard)
+    path = sealed if sealed.exists() else open_shard_path(directory, shard)
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return list(rows)
+    return [row for row in rows if (row.offset or 0) + (row.size_bytes or 0) > size]

@@ -1,0 +1,112 @@
+"""`extractor status`: how far a run is, from its manifest alone; also while it is going on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from extractor.config import MANIFEST_NAME, Identity
+from extractor.tables import amount, table
+from manifest.records import Row, Source, Totals
+from manifest.states import State
+from manifest.store import Store
+
+#: Failed rows that are listed; `--all` lists every one.
+SHOWN_FAILURES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A snapshot of a run."""
+
+    identity: Identity
+    sources: tuple[Source, ...]
+    totals: Totals
+    num_shards: int
+    failed: tuple[Row, ...]  # the first of them, or all
+
+    @property
+    def num_rows(self) -> int:
+        return sum(source.num_rows for source in self.sources)
+
+    @property
+    def num_unread(self) -> int:
+        """Rows that no session came to yet."""
+        return self.num_rows - self.totals.num_rows
+
+    def to_document(self) -> dict[str, Any]:
+        """The stable JSON of `extractor status --json`."""
+        return {
+            "model": self.identity.model,
+            "boundaries": list(self.identity.boundaries),
+            "last_kind": self.identity.last_kind,
+            "dtype": self.identity.dtype,
+            "input_rows": self.num_rows,
+            "unread": self.num_unread,
+            "rows": {state.value: self.totals.by_state.get(state, 0) for state in State},
+            "failed": {reason.value: n for reason, n in sorted(self.totals.by_reason.items())},
+            "duplicates": self.totals.duplicates,
+            "tokens": self.totals.stored_tokens,
+            "bytes": self.totals.stored_bytes,
+            "shards": self.num_shards,
+            "failed_rows": [
+                {
+                    "row": row.ordinal,
+                    "source": self.sources[row.source].path,
+                    "line": row.line,
+                    "label": row.label,
+                    "reason": row.reason,
+                    "detail": row.detail,
+                }
+                for row in self.failed
+            ],
+        }
+
+
+def read_status(out: Path, *, all_failures: bool = False) -> Status:
+    """Raises ManifestMissing where there is no run."""
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        failed: list[Row] = []
+        for row in store.rows(state=State.FAILED):
+            if not all_failures and len(failed) == SHOWN_FAILURES:
+                break
+            failed.append(row)
+        return Status(
+            identity=Identity.from_document(store.identity()),
+            sources=tuple(store.sources()),
+            totals=store.totals(),
+            num_shards=len(store.shards()),
+            failed=tuple(failed),
+        )
+    finally:
+        store.close()
+
+
+def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
+    """The rows by state and reason; they add up to the rows of the input."""
+    rows = [(state.value, f"{totals.by_state.get(state, 0):,}") for state in State]
+    rows = [row for row in rows if row[1] != "0" or row[0] in ("stored", "failed")]
+    for reason, count in sorted(totals.by_reason.items()):
+        rows.append((f"  {reason}", f"{count:,}"))
+    if num_unread:
+        rows.append(("not read yet", f"{num_unread:,}"))
+    rows.append(("rows in all", f"{totals.num_rows + num_unread:,}"))
+    rows.append(("tokens stored", f"{totals.stored_tokens:,}"))
+    rows.append(("bytes stored", amount(totals.stored_bytes)))
+    if totals.duplicates:
+        rows.append(("of these, duplicates", f"{totals.duplicates:,}"))
+    return table(rows)
+
+
+def failed_table(status: Status) -> str:
+    """File, line, reason and detail of the failed rows that the status holds."""
+    lines = [
+        f"{status.sources[row.source].path}:{row.line}: {row.reason}: {row.detail}"
+        for row in status.failed
+    ]
+    hidden = status.totals.by_state.get(State.FAILED, 0) - len(lines)
+    if hidden:
+        lines.append(f"… and {hidden:,} more: extractor status --all")
+    return "\n".join(lines)

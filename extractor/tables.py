@@ -1,0 +1,53 @@
+"""Plain text for people: aligned columns and readable amounts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Columns aligned by spaces, the first to the left, the others to the right."""
+    if not rows:
+        return ""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def amount(size_bytes: float) -> str:
+    """
+    >>> [amount(n) for n in (0, 1023, 1536, 5 << 30)]
+    ['0 B', '1023 B', '1.5 KiB', '5.0 GiB']
+    """
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size_bytes < 1024:
+            break
+        size_bytes /= 1024
+        unit = larger
+    return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """
+    >>> [parse_bytes(t) for t in ("4096", "64M", "1.5GiB", "2 g")]
+    [4096, 67108864, 1610612736, 2147483648]
+
+    Raises ValueError.
+    """
+    number = text.strip().lower()
+    for suffix in ("ib", "b"):
+        number = number.removesuffix(suffix)
+    factor = 1
+    for power, letter in enumerate("kmgt", start=1):
+        if number.endswith(letter):
+            factor = 1024**power
+            number = number[:-1]
+    size = int(float(number) * factor)
+    if size < 0:
+        raise ValueError("negative")
+    return size

@@ -1,0 +1,380 @@
+"""A fake SGLang server with the plugin: no model, real HTTP, real dumps.
+
+For trying the client without a GPU, and for faults that a real server will not produce on demand.
+The states are a pure function of the tokens before them (`fake_states`), as a causal model's are,
+so that every stored value can be checked.
+
+    python -m extractor.testing --dump-root /dev/shm/hidden-states --port 30000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+from aiohttp import web
+
+from extractor.config import Layout
+from extractor.writers import process_start_ticks
+from server_patch.dump_format import (
+    FORMAT_VERSION,
+    READY_NAME,
+    DumpHeader,
+    ErrorRecord,
+    LastKind,
+    Ready,
+    dump_name,
+    encode_error,
+    encode_header,
+    encode_ready,
+    error_name,
+)
+
+_HASH_STEP = 0x9E3779B1  # 2**32 divided by the golden ratio: spreads neighbours far apart
+
+
+class Fault(StrEnum):
+    """What may go wrong with one request."""
+
+    BUSY = "busy"  # answers 503
+    ERROR = "error"  # answers 500
+    REJECT = "reject"  # answers 400
+    RESET = "reset"  # closes the connection without an answer
+    SILENT = "silent"  # dumps, but never answers
+    NO_DUMP = "no_dump"  # answers, but dumps nothing
+    SHORT_DUMP = "short_dump"  # the last row is missing
+    DOUBLE_DUMP = "double_dump"  # every piece comes twice
+    WRONG_IDS = "wrong_ids"  # one token of the dump differs
+    NONFINITE = "nonfinite"  # one state is NaN
+    WRONG_BOUNDARIES = "wrong_boundaries"
+    ERROR_RECORD = "error_record"  # the plugin could not write
+    TORN_DUMP = "torn_dump"  # half a file under a final name
+    CACHED = "cached"  # the first rows came from the prefix cache
+    TRUNCATED = "truncated"  # the server cut the prompt
+
+
+@dataclass(kw_only=True)
+class FakeModel:
+    """What the fake server pretends to serve."""
+
+    layout: Layout = field(
+        default_factory=lambda: Layout(
+            boundaries=(1, 2, 3), hidden_size=8, dtype="BF16", last_kind="post"
+        )
+    )
+    vocab_size: int = 1000
+    num_layers: int = 4
+    context_length: int = 4096
+    model_path: str = "fake/model"
+
+
+FaultPlan = Callable[[int, str], Fault | None]
+"""(number of the request from 0, rid) -> what goes wrong with it."""
+
+
+def no_faults(number: int, rid: str) -> Fault | None:
+    return None
+
+
+def faults_once(plan: Mapping[int, Fault]) -> FaultPlan:
+    """The given faults at the given request numbers, and none elsewhere."""
+    return lambda number, rid: plan.get(number)
+
+
+def fake_states(ids: npt.NDArray[np.int32], layout: Layout) -> dict[str, npt.NDArray[Any]]:
+    """The states of a prompt: name -> [N, width], uint16 bit patterns for 16-bit dtypes.
+
+    Row t depends on ids[0..t] alone, and on the boundary and the column.
+    """
+    positions = np.arange(1, len(ids) + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        prefix = np.cumsum((ids.astype(np.uint64) + 1) * positions * _HASH_STEP)
+        states: dict[str, npt.NDArray[Any]] = {}
+        for salt, name in enumerate(layout.state_names):
+            columns = np.arange(layout.state_width(name), dtype=np.uint64) + salt * 1_000_003
+            mixed = (prefix[:, None] + columns[None, :] * _HASH_STEP) * _HASH_STEP
+            values = ((mixed >> np.uint64(16)) & np.uint64(0xFFFF)).astype(np.float32)
+            states[name] = _encoded(values / 32768.0 - 1.0, layout.dtype)
+    return states
+
+
+def _encoded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
+    match dtype:
+        case "F32":
+            return values
+        case "F16":
+            return values.astype(np.float16).view(np.uint16)
+        case _:
+            # bfloat16 is the upper half of float32.
+            return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+
+class FakeServer:
+    """One fake server and its rank directory. Use `running`."""
+
+    def __init__(
+        self,
+        dump_root: Path,
+        *,
+        model: FakeModel | None = None,
+        chunk_tokens: int = 0,
+        delay_s: float = 0.0,
+        faults: FaultPlan = no_faults,
+    ) -> None:
+        """`chunk_tokens` > 0 cuts prompts into pieces of at most that many rows, out of order."""
+        self.model = model or FakeModel()
+        self.boot_id = secrets.token_hex(4)
+        self.directory = dump_root / self.boot_id / "0"
+        self.requests: list[str] = []  # rids, in order of arrival
+        self.aborted: list[str] = []
+        self.peak_concurrency = 0
+        self._concurrency = 0
+        self._chunk_tokens = chunk_tokens
+        self._delay_s = delay_s
+        self._faults = faults
+        self._counter = count()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    @asynccontextmanager
+    async def running(self, *, port: int = 0) -> AsyncIterator[FakeServer]:
+        """Serve on 127.0.0.1; `url` is set inside the block."""
+        app = web.Application(client_max_size=1 << 30)
+        app.add_routes(
+            [
+                web.get("/model_info", self._model_info),
+                web.get("/server_info", self._server_info),
+                web.get("/health", self._health),
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+        await self._runner.setup()
+        try:
+            site = web.TCPSite(self._runner, "127.0.0.1", port)
+            await site.start()
+            bound = self._runner.addresses[0][1]
+            self.url = f"http://127.0.0.1:{bound}"
+            self._announce(bound)
+            yield self
+        finally:
+            await self._runner.cleanup()
+
+    def _announce(self, port: int) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        pid = os.getpid()
+        start_ticks = process_start_ticks(pid)
+        assert start_ticks is not None
+        layout = self.model.layout
+        ready = Ready(
+            format_version=FORMAT_VERSION,
+            boot_id=self.boot_id,
+            rank=0,
+            pid=pid,
+            pid_start_ticks=start_ticks,
+            started_at="1970-01-01T00:00:00+00:00",
+            plugin_version="fake",
+            engine_version="fake",
+            host="127.0.0.1",
+            port=port,
+            model_path=self.model.model_path,
+            architecture="FakeForCausalLM",
+            config_digest="fake",
+            vocab_size=self.model.vocab_size,
+            num_layers=self.model.num_layers,
+            hidden_size=layout.hidden_size,
+            dtype=layout.dtype,
+            boundaries=layout.boundaries,
+            last_kind=_last_kind(layout),
+            capture_method="fake",
+            tp_size=1,
+            dp_size=1,
+            rid_prefix="xtr-",
+            chunked_prefill_size=self._chunk_tokens or -1,
+            radix_cache=False,
+            ring_bytes=0,
+            num_writers=0,
+        )
+        self._publish(READY_NAME, encode_ready(ready))
+
+    # --- HTTP --------------------------------------------------------------------------------
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {"model_path": self.model.model_path, "tokenizer_path": self.model.model_path}
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "context_length": self.model.context_length,
+                "max_req_input_len": self.model.context_length - 6,
+                "version": "fake",
+            }
+        )
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append(orjson.loads(await request.read())["rid"])
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = orjson.loads(await request.read())
+        number, rid = len(self.requests), body["rid"]
+        self.requests.append(rid)
+        self._concurrency += 1
+        self.peak_concurrency = max(self.peak_concurrency, self._concurrency)
+        try:
+            await asyncio.sleep(self._delay_s)
+            return await self._answer(request, rid, body["input_ids"], self._faults(number, rid))
+        finally:
+            self._concurrency -= 1
+
+    async def _answer(
+        self, request: web.Request, rid: str, ids: list[int], fault: Fault | None
+    ) -> web.StreamResponse:
+        match fault:
+            case Fault.BUSY:
+                return web.json_response({"error": {"message": "queue is full"}}, status=503)
+            case Fault.ERROR:
+                return web.json_response({"error": {"message": "boom"}}, status=500)
+            case Fault.REJECT:
+                return web.json_response({"error": {"message": "no"}}, status=400)
+            case Fault.RESET:
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+        self.dump(rid, np.array(ids, dtype=np.int32), fault)
+        if fault is Fault.SILENT:
+            await asyncio.sleep(3600)
+        return web.json_response(
+            {
+                "text": "",
+                "output_ids": [0],
+                "meta_info": {
+                    "id": rid,
+                    "finish_reason": {"type": "length", "length": 1},
+                    "prompt_tokens": len(ids) - (fault is Fault.TRUNCATED),
+                    "cached_tokens": 1 if fault is Fault.CACHED else 0,
+                    "completion_tokens": 1,
+                },
+            }
+        )
+
+    # --- dumps -------------------------------------------------------------------------------
+
+    def dump(self, rid: str, ids: npt.NDArray[np.int32], fault: Fault | None = None) -> None:
+        """Write what the plugin would write for one request, with one fault."""
+        if fault is Fault.NO_DUMP:
+            return
+        if fault is Fault.ERROR_RECORD:
+            record = ErrorRecord(rid=rid, start=0, reason="no space left on device")
+            self._publish(error_name(next(self._counter)), encode_error(record))
+            return
+        states = fake_states(ids, self.model.layout)
+        if fault is Fault.NONFINITE:
+            states["aux"].view(np.uint8)[:] = 0xFF  # every dtype's all-ones pattern is a NaN
+        if fault is Fault.WRONG_IDS:
+            ids = ids.copy()
+            ids[-1] += 1
+        end = len(ids) - (fault is Fault.SHORT_DUMP)
+        begin = 1 if fault is Fault.CACHED else 0
+        step = self._chunk_tokens or len(ids)
+        # Last piece first: nothing may depend on the order in which pieces appear.
+        for start in reversed(range(begin, end, step)):
+            for _ in range(2 if fault is Fault.DOUBLE_DUMP else 1):
+                self._dump_piece(rid, ids, states, start, min(start + step, end), fault)
+
+    def _dump_piece(
+        self,
+        rid: str,
+        ids: npt.NDArray[np.int32],
+        states: Mapping[str, npt.NDArray[Any]],
+        start: int,
+        end: int,
+        fault: Fault | None,
+    ) -> None:
+        layout = self.model.layout
+        counter = next(self._counter)
+        boundaries = layout.boundaries
+        if fault is Fault.WRONG_BOUNDARIES:
+            boundaries = tuple(boundary + 1 for boundary in boundaries)
+        header = DumpHeader(
+            rid=rid,
+            start=start,
+            rows=end - start,
+            boundaries=boundaries,
+            hidden_size=layout.hidden_size,
+            dtype=layout.dtype,
+            last_kind=_last_kind(layout),
+            boot_id=self.boot_id,
+            rank=0,
+            counter=counter,
+        )
+        parts = [encode_header(header)]
+        parts += [states[name][start:end].tobytes() for name in layout.state_names]
+        parts.append(ids[start:end].astype("<i4").tobytes())
+        data = b"".join(parts)
+        if fault is Fault.TORN_DUMP:
+            data = data[: len(data) // 2]
+        self._publish(dump_name(counter), data)
+
+    def _publish(self, name: str, data: bytes) -> None:
+        temporary = self.directory / f".tmp-{name}"
+        temporary.write_bytes(data)
+        temporary.rename(self.directory / name)
+
+
+def _last_kind(layout: Layout) -> LastKind:
+    assert layout.last_kind in ("post", "pre", "both")
+    return layout.last_kind  # type: ignore[return-value]
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    plan = no_faults
+    if options.fault is not None:
+        fault, every = Fault(options.fault), options.fault_every
+        plan = lambda number, rid: fault if number % every == every - 1 else None  # noqa: E731
+    server = FakeServer(
+        options.dump_root,
+        chunk_tokens=options.chunk_tokens,
+        delay_s=options.delay_s,
+        faults=plan,
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with server.running(port=options.port):
+        print(server.url, flush=True)
+        await stop.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A fake SGLang server with the plugin.")
+    parser.add_argument("--dump-root", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--chunk-tokens", type=int, default=0)
+    parser.add_argument("--delay-s", type=float, default=0.0, help="before each answer")
+    parser.add_argument("--fault", choices=[fault.value for fault in Fault])
+    parser.add_argument("--fault-every", type=int, default=10, metavar="N")
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The proofs: pure functions from what was promised and what is there to what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from extractor.config import Layout
+from extractor.retry import Failure
+from manifest.states import Reason
+from server_patch.dump_format import DumpHeader, Ready
+
+#: Exponent bits of each dtype as unsigned integers: all ones means NaN or infinity.
+_EXPONENT_BITS: dict[str, tuple[type[np.unsignedinteger], int]] = {
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyFacts:
+    """What the server says of a request it answered."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    finish_type: str | None  # "length", "stop" or "abort"
+    finish_message: str
+
+
+def check_reply(facts: ReplyFacts, *, num_tokens: int) -> Failure | None:
+    """Whether the server prefilled the whole prompt, computing every row."""
+    if facts.finish_type == "abort":
+        return Failure(
+            reason=Reason.SERVER_ERROR, detail=f"aborted by the server: {facts.finish_message}"
+        )
+    if facts.prompt_tokens != num_tokens:
+        return Failure(
+            reason=Reason.TRUNCATED,
+            detail=f"sent {num_tokens} tokens, the server prefilled {facts.prompt_tokens}",
+            is_permanent=True,
+        )
+    if facts.cached_tokens:
+        return Failure(
+            reason=Reason.CACHED,
+            detail=f"{facts.cached_tokens} of {num_tokens} tokens came from the prefix cache; "
+            "start the server with --disable-radix-cache",
+        )
+    return None
+
+
+def check_header(header: DumpHeader, ready: Ready) -> Failure | None:
+    """Whether a dump has the layout that its writer announced."""
+    for name in ("boot_id", "rank", "boundaries", "hidden_size", "dtype", "last_kind"):
+        found, announced = getattr(header, name), getattr(ready, name)
+        if found != announced:
+            return Failure(
+                reason=Reason.WRONG_LAYOUT,
+                detail=f"dump {header.counter}: {name} is {found!r}, READY.json says {announced!r}",
+                is_permanent=True,
+            )
+    return None
+
+
+def check_ids(
+    expected: npt.NDArray[np.int32], found: npt.NDArray[np.int32], *, start: int
+) -> Failure | None:
+    """Whether a piece holds the tokens that were sent: element by element.
+
+    `expected`: int32 [N], the whole prompt; `found`: int32 [rows], from row `start` on.
+    """
+    differs = expected[start : start + len(found)] != found
+    if not differs.any():
+        return None
+    at = int(differs.argmax())
+    return Failure(
+        reason=Reason.WRONG_TOKENS,
+        detail=f"row {start + at} holds token {int(found[at])}, "
+        f"sent was {int(expected[start + at])}",
+    )
+
+
+def first_nonfinite(data: memoryview, dtype: str) -> int | None:
+    """Index of the first NaN or infinity among packed values of `dtype`; None if all are finite.
+
+    bfloat16 has no numpy type, so the values are looked at as integers: a float is not finite
+    exactly when all its exponent bits are ones (IEEE 754).
+    """
+    kind, exponent = _EXPONENT_BITS[dtype]
+    values = np.frombuffer(data, dtype=kind)
+    # Largest exponent first: one pass without a temporary of booleans in the common case.
+    masked = np.bitwise_and(values, kind(exponent))
+    if not masked.size or masked.max() != exponent:
+        return None
+    return int((masked == exponent).argmax())
+
+
+def nonfinite_failure(*, index: int, name: str, start: int, layout: Layout) -> Failure:
+    """The failure of a state tensor whose value number `index`, from row `start`, is not finite."""
+    row, column = divmod(index, layout.state_width(name))
+    where = f"row {start + row}"
+    if name == "aux":
+        where += f", boundary {layout.boundaries[column // layout.hidden_size]}"
+    return Failure(reason=Reason.NONFINITE, detail=f"{name} holds NaN or infinity at {where}")

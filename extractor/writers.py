@@ -1,0 +1,138 @@
+"""Edge: who writes under the dump root: READY.json, FAILED.json, and whether they are alive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from extractor.collect import Rank
+from extractor.errors import PluginError
+from server_patch.dump_format import (
+    FAILED_NAME,
+    READY_NAME,
+    DumpFormatError,
+    Ready,
+    decode_ready,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedWriter:
+    """A writer that says why it captures nothing."""
+
+    directory: Path
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writers:
+    """Everything that ever announced itself under one dump root and is still there."""
+
+    root: Path
+    alive: tuple[Rank, ...]
+    dead: tuple[Rank, ...]
+    failed: tuple[FailedWriter, ...]
+    unreadable: tuple[str, ...]
+
+
+def scan_writers(root: Path) -> Writers:
+    """Look at every `<root>/<boot id>/<rank>/`. A missing root is an empty one."""
+    alive: list[Rank] = []
+    dead: list[Rank] = []
+    failed: list[FailedWriter] = []
+    unreadable: list[str] = []
+    for directory in sorted(root.glob("*/*/")):
+        try:
+            if (directory / READY_NAME).exists():
+                ready = decode_ready((directory / READY_NAME).read_bytes())
+                rank = Rank(directory=directory, ready=ready)
+                (alive if is_alive(ready) else dead).append(rank)
+            elif (directory / FAILED_NAME).exists():
+                document = json.loads((directory / FAILED_NAME).read_bytes())
+                failed.append(FailedWriter(directory=directory, reason=str(document["reason"])))
+        except (OSError, DumpFormatError, ValueError, KeyError, TypeError) as error:
+            unreadable.append(f"{directory}: {error}")
+    return Writers(
+        root=root,
+        alive=tuple(alive),
+        dead=tuple(dead),
+        failed=tuple(failed),
+        unreadable=tuple(unreadable),
+    )
+
+
+def is_alive(ready: Ready) -> bool:
+    """Whether the very process that wrote READY.json still runs (a pid may be used again)."""
+    return process_start_ticks(ready.pid) == ready.pid_start_ticks
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/<pid>/stat; None when there is no such process or it is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field, the command, may hold spaces and parentheses: count from its end.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def ranks_of(writers: Writers, *, url: str, model_path: str) -> tuple[Rank, ...]:
+    """All data-parallel ranks of the server at `url`. Raises PluginError with what to do.
+
+    The port tells servers of one host apart. Behind a tunnel or a container's port mapping the
+    port differs; then the only live server with that model is taken, and the probe proves it.
+    """
+    port = urlsplit(url).port
+    same_port = [rank for rank in writers.alive if rank.ready.port == port]
+    same_model = [rank for rank in writers.alive if rank.ready.model_path == model_path]
+    boots = {rank.ready.boot_id for rank in same_port or same_model}
+    if not boots:
+        raise PluginError(_absent(writers, url))
+    if len(boots) > 1:
+        raise PluginError(
+            f"several live servers dump under {writers.root} and none is known to be the one at "
+            f"{url}: {', '.join(sorted(boots))}. Give each its own --dump-dir."
+        )
+    (boot,) = boots
+    ranks = sorted(
+        (rank for rank in writers.alive if rank.ready.boot_id == boot),
+        key=lambda rank: rank.ready.rank,
+    )
+    _require_whole(ranks, writers)
+    return tuple(ranks)
+
+
+def _require_whole(ranks: Sequence[Rank], writers: Writers) -> None:
+    ready = ranks[0].ready
+    missing = set(range(ready.dp_size)) - {rank.ready.rank for rank in ranks}
+    if missing:
+        raise PluginError(
+            f"{writers.root / ready.boot_id}: data-parallel rank(s) {sorted(missing)} of "
+            f"{ready.dp_size} have no live {READY_NAME}; see the server's log"
+        )
+
+
+def _absent(writers: Writers, url: str) -> str:
+    if writers.failed:
+        reasons = "; ".join(
+            f"{failed.directory.name}: {failed.reason}" for failed in writers.failed
+        )
+        return f"the plugin of a server under {writers.root} gave up: {reasons}"
+    if writers.unreadable:
+        return "cannot read what the plugin announced: " + "; ".join(writers.unreadable)
+    if writers.dead:
+        return (
+            f"the server(s) that announced themselves under {writers.root} are dead "
+            f"(pid {', '.join(str(rank.ready.pid) for rank in writers.dead)}), and the one at "
+            f"{url} did not. Start it with `extractor serve`, or with SGLANG_HS_DUMP_DIR set."
+        )
+    return (
+        f"the server at {url} has no plugin that dumps under {writers.root}. "
+        "Start it with `extractor serve --model …`; or install hidden-state-extractor in the "
+        f"server's environment and set SGLANG_HS_DUMP_DIR={writers.root} for it; or name its "
+        "directory with --dump-dir."
+    )

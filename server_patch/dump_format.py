@@ -1,0 +1,385 @@
+"""The contract between the plugin and the client: what lies under the dump root.
+
+Standard library only, so that a laptop without torch can read every file.
+
+```
+<root>/<boot id>/<rank>/
+    READY.json              what this writer captures (see `Ready`)
+    FAILED.json             why this writer captures nothing: {"reason": str}
+    0000000042.safetensors  one dump: the rows one forward made for one request
+    0000000042.error.json   one error record: {"rid": str, "start": int, "reason": str}
+    .tmp-*                  a file being written; never read it
+```
+
+A dump is a valid safetensors file (https://github.com/huggingface/safetensors#format):
+
+| bytes | what |
+|---|---|
+| 0..8 | n, unsigned 64-bit little-endian: size of the header |
+| 8..8+n | JSON header, padded with spaces so that the data starts on a multiple of 64 |
+| 8+n.. | tensors, in the order of `TENSOR_ORDER`, packed without holes |
+
+| tensor | shape | dtype | holds |
+|---|---|---|---|
+| `aux` | [rows, k*H] | the model's | residual stream at the k boundaries, ascending |
+| `last` | [rows, H] | the model's | the state after the final norm (last kind `post` or `both`) |
+| `last_pre` | [rows, H] | the model's | h[n], before the final norm (last kind `pre` or `both`) |
+| `input_ids` | [rows] | I32 | the token of each row, from the same batch object |
+
+The header's `__metadata__` (strings, as safetensors demands) holds the fields of `DumpHeader`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+FORMAT_VERSION: Final = 1
+DUMP_SUFFIX: Final = ".safetensors"
+ERROR_SUFFIX: Final = ".error.json"
+TEMPORARY_PREFIX: Final = ".tmp-"
+READY_NAME: Final = "READY.json"
+FAILED_NAME: Final = "FAILED.json"
+
+DATA_ALIGNMENT: Final = 64
+#: A dump header holds four tensors and a dozen short fields; anything longer is hostile or torn.
+MAX_HEADER_BYTES: Final = 64 * 1024
+
+TENSOR_ORDER: Final = ("aux", "last", "last_pre", "input_ids")
+#: Bytes per element of each dtype a dump may hold.
+ITEM_BYTES: Final[Mapping[str, int]] = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
+STATE_DTYPES: Final = ("BF16", "F16", "F32")
+
+LastKind = Literal["post", "pre", "both"]
+#: Which state tensors each last kind stores beside `aux`.
+LAST_TENSORS: Final[Mapping[str, tuple[str, ...]]] = {
+    "post": ("last",),
+    "pre": ("last_pre",),
+    "both": ("last", "last_pre"),
+}
+
+
+class DumpFormatError(ValueError):
+    """A file under the dump root is not what this module describes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpan:
+    """Where one tensor lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int  # one past the last byte
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpHeader:
+    """Everything a dump says of itself besides its tensors."""
+
+    rid: str  # the request's id, as the client sent it
+    start: int  # position in the prompt of the first row
+    rows: int  # number of rows (tokens) in this piece
+    boundaries: tuple[int, ...]  # ascending boundary indices held in `aux`
+    hidden_size: int
+    dtype: str  # safetensors name of the states' dtype, one of STATE_DTYPES
+    last_kind: LastKind
+    boot_id: str
+    rank: int  # data-parallel rank
+    counter: int  # number of this file within its rank; a name, never a key
+
+    def __post_init__(self) -> None:
+        if not self.rid:
+            raise DumpFormatError("rid must not be empty")
+        for name, least in (("start", 0), ("rows", 1), ("hidden_size", 1), ("rank", 0)):
+            if getattr(self, name) < least:
+                raise DumpFormatError(f"{name} must be >= {least}, is {getattr(self, name)}")
+        if self.counter < 0:
+            raise DumpFormatError(f"counter must be >= 0, is {self.counter}")
+        if list(self.boundaries) != sorted(set(self.boundaries)) or not self.boundaries:
+            raise DumpFormatError(f"boundaries must ascend and not repeat: {self.boundaries}")
+        if self.dtype not in STATE_DTYPES:
+            raise DumpFormatError(f"dtype must be one of {STATE_DTYPES}, is {self.dtype!r}")
+        if self.last_kind not in LAST_TENSORS:
+            raise DumpFormatError(f"last_kind must be post, pre or both, is {self.last_kind!r}")
+
+    def tensor_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """name -> (dtype, shape) of the tensors such a dump holds, in file order."""
+        return tensor_shapes(
+            rows=self.rows,
+            num_boundaries=len(self.boundaries),
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            last_kind=self.last_kind,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """A dump file's header and the checked place of its tensors."""
+
+    header: DumpHeader
+    tensors: Mapping[str, TensorSpan]
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRecord:
+    """The plugin could not dump a piece of `rid`; the server went on serving."""
+
+    rid: str
+    start: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """READY.json: written once, when capture is armed and the writer threads run."""
+
+    format_version: int
+    boot_id: str
+    rank: int  # data-parallel rank
+    pid: int  # of the scheduler process that writes the dumps
+    pid_start_ticks: int  # field 22 of /proc/<pid>/stat: tells a reused pid from the same process
+    started_at: str  # ISO 8601, UTC
+    plugin_version: str
+    engine_version: str
+    host: str  # the address and port the server was told to listen on
+    port: int
+    model_path: str
+    architecture: str  # class name of the causal LM
+    config_digest: str  # sha256 of the model's config.json content, canonical JSON
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    dtype: str  # safetensors name
+    boundaries: tuple[int, ...]  # read back from the armed model, not merely asked for
+    last_kind: LastKind
+    capture_method: str  # e.g. "set_eagle3_layers_to_capture"
+    tp_size: int
+    dp_size: int
+    rid_prefix: str
+    chunked_prefill_size: int  # tokens; -1 when prefill is not chunked
+    radix_cache: bool
+    ring_bytes: int  # pinned (or plain, on CPU) staging memory
+    num_writers: int
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+
+
+def tensor_shapes(
+    *, rows: int, num_boundaries: int, hidden_size: int, dtype: str, last_kind: str
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (dtype, shape) of the tensors `rows` tokens give, in file order."""
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+        "aux": (dtype, (rows, num_boundaries * hidden_size))
+    }
+    for name in LAST_TENSORS[last_kind]:
+        shapes[name] = (dtype, (rows, hidden_size))
+    shapes["input_ids"] = ("I32", (rows,))
+    return shapes
+
+
+def bytes_per_token(*, num_boundaries: int, hidden_size: int, dtype: str, last_kind: str) -> int:
+    """Data bytes one token adds to a dump: states of every boundary and last kind, and its id."""
+    shapes = tensor_shapes(
+        rows=1,
+        num_boundaries=num_boundaries,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        last_kind=last_kind,
+    )
+    return sum(_size_bytes(dtype, shape) for dtype, shape in shapes.values())
+
+
+def encode_header(header: DumpHeader) -> bytes:
+    """The bytes before the data: the length word and the padded JSON header."""
+    offset = 0
+    document: dict[str, Any] = {
+        "__metadata__": {
+            "format_version": str(FORMAT_VERSION),
+            "rid": header.rid,
+            "start": str(header.start),
+            "rows": str(header.rows),
+            "boundaries": ",".join(map(str, header.boundaries)),
+            "hidden_size": str(header.hidden_size),
+            "dtype": header.dtype,
+            "last_kind": header.last_kind,
+            "boot_id": header.boot_id,
+            "rank": str(header.rank),
+            "counter": str(header.counter),
+        }
+    }
+    for name, (dtype, shape) in header.tensor_shapes().items():
+        size = _size_bytes(dtype, shape)
+        document[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(document, separators=(",", ":")).encode()
+    padding = -(8 + len(text)) % DATA_ALIGNMENT
+    encoded = struct.pack("<Q", len(text) + padding) + text + b" " * padding
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise DumpFormatError(f"header of rid {header.rid[:64]!r} exceeds {MAX_HEADER_BYTES} bytes")
+    return encoded
+
+
+def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
+    """Parse and check a dump from its first bytes.
+
+    `prefix` holds at least the whole header (`MAX_HEADER_BYTES` are always enough), `file_bytes`
+    is the size of the file. Raises DumpFormatError when anything differs from this module's
+    description: the tensors and their places are recomputed, never believed.
+    """
+    if len(prefix) < 8:
+        raise DumpFormatError(f"file of {file_bytes} bytes is too short for a header")
+    (length,) = struct.unpack_from("<Q", prefix)
+    if length > MAX_HEADER_BYTES - 8:
+        raise DumpFormatError(f"header claims {length} bytes, at most {MAX_HEADER_BYTES} allowed")
+    if len(prefix) < 8 + length:
+        raise DumpFormatError(f"header claims {length} bytes, file ends after {len(prefix)}")
+    try:
+        document = json.loads(prefix[8 : 8 + length])
+        metadata = document["__metadata__"]
+        if metadata["format_version"] != str(FORMAT_VERSION):
+            raise DumpFormatError(
+                f"dump format {metadata['format_version']}, this tool reads {FORMAT_VERSION}"
+            )
+        header = DumpHeader(
+            rid=str(metadata["rid"]),
+            start=int(metadata["start"]),
+            rows=int(metadata["rows"]),
+            boundaries=tuple(int(b) for b in metadata["boundaries"].split(",")),
+            hidden_size=int(metadata["hidden_size"]),
+            dtype=str(metadata["dtype"]),
+            last_kind=cast(LastKind, metadata["last_kind"]),
+            boot_id=str(metadata["boot_id"]),
+            rank=int(metadata["rank"]),
+            counter=int(metadata["counter"]),
+        )
+    except DumpFormatError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DumpFormatError(f"unreadable dump header: {error!r}") from error
+    spans: dict[str, TensorSpan] = {}
+    begin = 8 + length
+    for name, (dtype, shape) in header.tensor_shapes().items():
+        end = begin + _size_bytes(dtype, shape)
+        stated = document.get(name)
+        expected = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [begin - 8 - length, end - 8 - length],
+        }
+        if stated != expected:
+            raise DumpFormatError(f"tensor {name!r} is stated as {stated}, must be {expected}")
+        spans[name] = TensorSpan(dtype=dtype, shape=shape, begin=begin, end=end)
+        begin = end
+    extra = set(document) - set(spans) - {"__metadata__"}
+    if extra:
+        raise DumpFormatError(f"unexpected tensors {sorted(extra)}")
+    if begin != file_bytes:
+        raise DumpFormatError(f"file has {file_bytes} bytes, its header describes {begin}")
+    return Dump(header=header, tensors=spans, size_bytes=file_bytes)
+
+
+def read_header(path: Path) -> Dump:
+    """Header of the dump at `path`. Raises OSError, DumpFormatError (naming the path)."""
+    with open(path, "rb", buffering=0) as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        prefix = file.read(4096)
+        if len(prefix) >= 8:
+            (length,) = struct.unpack_from("<Q", prefix)
+            missing = min(8 + length, MAX_HEADER_BYTES) - len(prefix)
+            if missing > 0:
+                prefix += file.read(missing)
+    try:
+        return decode_header(prefix, file_bytes=file_bytes)
+    except DumpFormatError as error:
+        raise DumpFormatError(f"{path}: {error}") from error
+
+
+_DUMP_NAME = re.compile(r"\d{10}\.safetensors")
+_ERROR_NAME = re.compile(r"\d{10}\.error\.json")
+
+
+def dump_name(counter: int) -> str:
+    return f"{counter:010d}{DUMP_SUFFIX}"
+
+
+def error_name(counter: int) -> str:
+    return f"{counter:010d}{ERROR_SUFFIX}"
+
+
+def is_dump_name(name: str) -> bool:
+    return _DUMP_NAME.fullmatch(name) is not None
+
+
+def is_error_name(name: str) -> bool:
+    return _ERROR_NAME.fullmatch(name) is not None
+
+
+def encode_error(record: ErrorRecord) -> bytes:
+    return json.dumps(asdict(record)).encode()
+
+
+def decode_error(data: bytes) -> ErrorRecord:
+    """Raises DumpFormatError."""
+    document = _decode_object(data, what="error record")
+    try:
+        return ErrorRecord(
+            rid=str(document["rid"]), start=int(document["start"]), reason=str(document["reason"])
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DumpFormatError(f"unreadable error record: {error!r}") from error
+
+
+def encode_ready(ready: Ready) -> bytes:
+    return json.dumps(asdict(ready), indent=1).encode()
+
+
+def decode_ready(data: bytes) -> Ready:
+    """Raises DumpFormatError, also for a READY.json of another format version."""
+    document = _decode_object(data, what=READY_NAME)
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DumpFormatError(
+            f"{READY_NAME} has dump format {version}, this tool reads {FORMAT_VERSION}: "
+            "install the same version on both sides"
+        )
+    try:
+        known = {field.name for field in fields(Ready)}
+        values = {name: value for name, value in document.items() if name in known}
+        values["boundaries"] = tuple(int(b) for b in values["boundaries"])
+        return Ready(**values)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DumpFormatError(f"unreadable {READY_NAME}: {error!r}") from error
+
+
+def _decode_object(data: bytes, *, what: str) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DumpFormatError(f"unreadable {what}: {error!r}") from error
+    if not isinstance(document, dict):
+        raise DumpFormatError(f"unreadable {what}: not a JSON object")
+    return document
+
+
+def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    size = ITEM_BYTES[dtype]
+    for extent in shape:
+        size *= extent
+    return size
