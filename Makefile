@@ -1,0 +1,34 @@
+# The environment, the demo, the tests and the checks. `make help` lists the targets.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+# The demo's model, data set and logs.
+DEMO := .demo
+
+export PYTHON VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
+
+venv: ## make the virtual environment, with a real SGLang for the CPU (again: a second)
+	@bash tests/rig/install.sh
+
+demo: venv ## extract hidden states from a real model on this machine's CPU, and prove them
+	@$(VENV)/bin/python tests/rig/models.py smollm2 $(DEMO)/model >/dev/null
+	@$(VENV)/bin/python examples/demo.py $(DEMO)
+
+test: venv ## run all tests that need no GPU
+	@$(VENV)/bin/pytest
+
+check: venv ## lint, formatting, types, import rules
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+clean: ## remove everything that these targets made
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .hypothesis .import_linter_cache \
+	  .mypy_cache .pytest_cache .ruff_cache
