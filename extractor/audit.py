@@ -22,6 +22,7 @@ from extractor.shard_format import (
     SampleTensor,
     decode_shard_header,
     sample_tensors,
+    shard_metadata,
     tensor_name,
 )
 from extractor.shards import open_shard_path, sealed_shard_path
@@ -242,7 +243,12 @@ class _Auditor:
         except CorruptData as error:
             self._find(FindingKind.SHARD_HEADER, str(error), shard=shard)
             return
-        header.pop("__metadata__", None)
+        if header.pop("__metadata__", None) != shard_metadata(self._identity):
+            self._find(
+                FindingKind.SHARD_HEADER,
+                "its metadata differs from what the manifest says",
+                shard=shard,
+            )
         for row in rows:
             for tensor in sample_tensors(row.num_tokens or 0, self._layout):
                 name = tensor_name(row.ordinal, tensor.name)

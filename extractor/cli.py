@@ -67,6 +67,17 @@ class PassingCommand(click.Command):
         return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
 
 
+class Commands(click.Group):
+    """Commands whose every option has a variable, named after the option as it is written."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        for parameter in cmd.params:
+            if isinstance(parameter, click.Option):
+                option = parameter.opts[-1].removeprefix("--")
+                parameter.envvar = f"EXTRACTOR_{cmd.name}_{option}".replace("-", "_").upper()
+        super().add_command(cmd, name)
+
+
 SGLANG_ARGUMENTS = "extractor.sglang_arguments"
 BYTES = ByteSize()
 OUT_ARGUMENT = click.argument(
@@ -100,11 +111,12 @@ LAST_OPTION = click.option(
 
 
 @click.group(
+    cls=Commands,
     context_settings={
         "auto_envvar_prefix": "EXTRACTOR",
         "show_default": True,
         "help_option_names": ["-h", "--help"],
-    }
+    },
 )
 @click.version_option(__version__, prog_name="extractor")
 @click.option("-v", "--verbose", is_flag=True, help="Show a traceback with every error.")
@@ -490,18 +502,22 @@ def _note(message: str) -> None:
 
 
 def _run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """asyncio.run, with SIGTERM as good as Ctrl-C."""
+    """asyncio.run, ended in order by SIGINT or SIGTERM: raises Interrupted.
+
+    The handlers are set even where SIGINT was ignored, as in the background of a shell script.
+    """
 
     async def main() -> Result:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         return await coroutine
 
     try:
         return asyncio.run(main())
     except asyncio.CancelledError:
-        raise Interrupted("terminated") from None
+        raise Interrupted("interrupted") from None
 
 
 def main() -> NoReturn:

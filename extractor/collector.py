@@ -55,10 +55,17 @@ class Collector:
         """Rows of `rid` that arrived, while it is waited for."""
         return self._correlator.rows_seen(rid) if rid in self._waiting else 0
 
-    def forget(self, rid: str) -> None:
-        """Stop waiting for `rid` and remove what arrived of it. No-op once it was settled."""
+    def drop(self, rid: str, collected: asyncio.Future[Collected]) -> None:
+        """Stop waiting for `rid` and remove what arrived of it, whole or not.
+
+        For whoever does not take the pieces of the future that `expect` gave.
+        """
         if self._waiting.pop(rid, None) is not None:
             self._remove(self._correlator.close(rid))
+        elif collected.done() and not collected.cancelled():
+            outcome = collected.result()
+            if not isinstance(outcome, Failure):
+                self._remove(outcome)
 
     async def run(self) -> None:
         """Watch until cancelled. Raises PluginError when a dump directory is gone."""
@@ -82,8 +89,8 @@ class Collector:
     def sweep(self) -> None:
         """Remove every file of ours, whoever waits for it: for the end of a run."""
         self._watcher = DumpWatcher(self._ranks)
-        for rid in list(self._waiting):
-            self.forget(rid)
+        for rid, collected in list(self._waiting.items()):
+            self.drop(rid, collected)
         self.poll()
 
     def _take(self, rank: Rank, arrival: Arrival) -> None:

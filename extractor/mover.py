@@ -186,3 +186,12 @@ class Mover:
                     "and run the same command again."
                 ) from error
             raise
+
+
+async def seal_left_open(
+    settings: ShardSettings, owner: StoreOwner, shard: Shard, rows: Sequence[Row]
+) -> None:
+    """Seal a shard that an earlier session left open and that gets no more samples."""
+    mover = Mover(settings, owner, next_number=lambda: shard.number, rows_left=lambda: 0)
+    await mover.resume(shard, rows)
+    await mover.close(seal=True)

@@ -91,8 +91,8 @@ def dump_bytes(num_tokens: int, layout: Layout, limits: Limits) -> int:
 
     >>> layout = Layout(boundaries=(1, 2, 3), hidden_size=4096, dtype="BF16", last_kind="post")
     >>> limits = Limits(max_prompt_tokens=10**6, vocab_size=10, chunk_tokens=8192)
-    >>> dump_bytes(8192, layout, limits)  # 8192 rows x (4 x 4096 x 2 + 4) bytes, 2 pieces
-    268484608
+    >>> dump_bytes(8192, layout, limits)  # 8192 rows x (4 x 4096 x 2 + 4) bytes, 3 pieces
+    268492800
     """
     pieces = num_tokens // limits.chunk_tokens + 2
     return num_tokens * layout.dump_bytes_per_token + pieces * PIECE_OVERHEAD_BYTES

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from extractor.client import Client, ServerFacts, wait_until_answering
 from extractor.collect import Rank
 from extractor.collector import Collector
 from extractor.config import Layout
-from extractor.errors import PluginError, ServerUnreachable, SpaceError, UsageError
+from extractor.errors import (
+    PluginError,
+    ServerError,
+    ServerUnreachable,
+    SpaceError,
+    UsageError,
+    is_out_of_space,
+)
 from extractor.files import free_bytes
 from extractor.plan import Limits, Request, dump_bytes, make_rid, rid_prefix
 from extractor.retry import Failure
@@ -110,11 +118,21 @@ async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
     )
     rid = make_rid(run_id=run_id, session_id=f"probe{secrets.token_hex(4)}", ordinal=0, attempt=1)
     collector = Collector(target.ranks, rid_prefix=rid_prefix(run_id))
-    collected = collector.expect(rid, num_tokens=PROBE_TOKENS)
+    try:
+        await _probe(client, target, collector, Request(rid=rid, prompt=prompt))
+    finally:
+        # Nothing of a run whose probe failed stays behind, nor of its earlier sessions.
+        with suppress(ServerError):
+            collector.sweep()
+
+
+async def _probe(client: Client, target: Target, collector: Collector, request: Request) -> None:
+    ids = request.prompt.input_ids
+    collected = collector.expect(request.rid, num_tokens=PROBE_TOKENS)
     watching = asyncio.create_task(collector.run(), name="probe-collector")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            reply = await client.generate(Request(rid=rid, prompt=prompt))
+            reply = await client.generate(request)
             failure = (
                 reply if isinstance(reply, Failure) else check_reply(reply, num_tokens=PROBE_TOKENS)
             )
@@ -133,19 +151,14 @@ async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
         ) from None
     finally:
         watching.cancel()
-        collector.forget(rid)
     if isinstance(outcome, Failure):
         raise PluginError(f"the probe prompt's dump is no good: {outcome.detail}")
-    try:
-        for piece in outcome:
-            span = piece.handle.dump.tensors["input_ids"]
-            data = piece.handle.path.read_bytes()[span.begin : span.end]
-            wrong = check_ids(ids, np.frombuffer(data, dtype="<i4"), start=piece.start)
-            if wrong is not None:
-                raise PluginError(f"the probe prompt's dump is no good: {wrong.detail}")
-    finally:
-        for piece in outcome:
-            piece.handle.path.unlink(missing_ok=True)
+    for piece in outcome:
+        span = piece.handle.dump.tensors["input_ids"]
+        data = piece.handle.path.read_bytes()[span.begin : span.end]
+        wrong = check_ids(ids, np.frombuffer(data, dtype="<i4"), start=piece.start)
+        if wrong is not None:
+            raise PluginError(f"the probe prompt's dump is no good: {wrong.detail}")
 
 
 def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:
@@ -202,6 +215,10 @@ def prepare_out(out: Path) -> None:
         trial.write_bytes(b"x")
         trial.unlink()
     except OSError as error:
+        if is_out_of_space(error):
+            raise SpaceError(
+                f"{out}: the disk is full. Free space or name another --out."
+            ) from error
         raise UsageError(f"{out}: cannot write there ({error}). Name another --out.") from error
     if (free := free_bytes(out)) < LEAST_FREE_BYTES:
         raise SpaceError(f"{out}: only {free >> 20} MiB free. Free space or name another --out.")

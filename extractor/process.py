@@ -6,13 +6,14 @@ import asyncio
 import ctypes
 import os
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 STOP_PATIENCE_S = 15.0
+LEFT_IN_SHARED_MEMORY = ("sglang_loads_*", "sem.mp-*", "sgl_shm_mq_*")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -49,13 +50,14 @@ class ServerProcess:
         return lines[-1].strip() if lines else "(empty)"
 
     async def stop(self) -> None:
-        """End the whole tree: politely, then by force."""
-        children = _descendants(self.pid)
+        """End the whole tree: politely, then by force; and remove what it leaves in /dev/shm.
+
+        SIGTERM goes to the root alone, so that it can stop its children in its own order.
+        """
+        children = descendants(self.pid)
+        inodes = shared_memory_inodes([self.pid, *(child.pid for child in children)])
         with suppress(ProcessLookupError):
             self._process.terminate()
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.terminate()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), STOP_PATIENCE_S)
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, STOP_PATIENCE_S)
@@ -66,6 +68,7 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
+        remove_shared_memory(inodes)
 
 
 @asynccontextmanager
@@ -95,8 +98,37 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
+def descendants(pid: int) -> list[psutil.Process]:
+    """Every process that `pid` started, directly or not, and that still runs."""
     try:
         return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
+
+
+def shared_memory_inodes(pids: Iterable[int]) -> set[int]:
+    """Inodes of the files in /dev/shm that any of the processes has mapped."""
+    inodes: set[int] = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        # Columns: address, permissions, offset, device, inode, path. A semaphore's path here is
+        # the name it had before its final one, so only the inode tells which file it is.
+        rows = (line.split(maxsplit=5) for line in maps.splitlines())
+        inodes |= {int(row[4]) for row in rows if row[-1].startswith("/dev/shm/")}
+    return inodes
+
+
+def remove_shared_memory(inodes: Collection[int]) -> None:
+    """Remove what a stopped server leaves in /dev/shm: files of these inodes and SGLang's names.
+
+    SGLang never removes its load snapshot, and Python's semaphores stay when the helper process
+    that would remove them is killed with the rest.
+    """
+    for pattern in LEFT_IN_SHARED_MEMORY:
+        for path in Path("/dev/shm").glob(pattern):
+            with suppress(OSError):
+                if path.stat().st_ino in inodes:
+                    path.unlink()

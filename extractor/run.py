@@ -14,8 +14,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from extractor import __version__
@@ -27,7 +26,7 @@ from extractor.dataset import dataset_document
 from extractor.errors import Interrupted, ServerError, ServerLost
 from extractor.files import write_whole
 from extractor.lock import exclusive
-from extractor.mover import Mover
+from extractor.mover import Mover, seal_left_open
 from extractor.plan import Request, dump_bytes, make_rid, refusal, rid_prefix
 from extractor.preflight import (
     Target,
@@ -40,9 +39,10 @@ from extractor.preflight import (
     shm_budget,
 )
 from extractor.progress import Counters, Reporter
+from extractor.reconcile import Reconciled, reconcile
 from extractor.retry import Failure, Remedy, RetryPolicy
 from extractor.shard_format import sample_bytes
-from extractor.shards import ShardSettings, is_sealed_on_disk, lost_rows
+from extractor.shards import ShardSettings
 from extractor.verify import check_reply
 from extractor.writers import is_alive
 from manifest.owner import StoreOwner
@@ -85,9 +85,9 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
     then stays, and the same call goes on.
     """
+    files = await asyncio.to_thread(scan_inputs, [str(path) for path in options.prompts])
     prepare_out(options.out)
     with exclusive(options.out):
-        files = await asyncio.to_thread(scan_inputs, [str(path) for path in options.prompts])
         async with _open_manifest(options) as owner:
             return await _run(options, reporter, files, owner)
 
@@ -96,6 +96,10 @@ async def _run(
     options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
 ) -> RunSummary:
     progress = await _Progress.load(owner, files)
+    if not progress.is_new:
+        await _require_same_inputs(owner, options, files)
+    left = await reconcile(owner, options.shards_path, note=reporter.note)
+    progress.forget(left.lost)
     async with Client(
         options.server_url,
         concurrency=options.concurrency,
@@ -107,6 +111,7 @@ async def _run(
             if not progress.is_finished:
                 raise
             reporter.note("Every row is settled already; the server was not needed.")
+            await _seal_all(owner, options, left)
             return await _summary(owner, progress, peak_shm_bytes=0)
         identity = Identity.of(
             target.ready,
@@ -114,12 +119,14 @@ async def _run(
             template_digest=renderer.template_digest,
             inputs=tuple(file.digest for file in files),
         )
-        await _begin_or_continue(owner, options, identity, files, progress)
+        identity = await _begin_or_continue(owner, options, identity, files, progress)
         write_whole(
             options.out / DATASET_NAME,
             dataset_document(identity, engine_version=target.ready.engine_version),
         )
         if progress.is_finished:
+            Collector(target.ranks, rid_prefix=rid_prefix(progress.run_id)).sweep()
+            await _seal_all(owner, options, left)
             return await _summary(owner, progress, peak_shm_bytes=0)
         await require_probe(client, target, run_id=progress.run_id)
         session = _Session(
@@ -131,6 +138,7 @@ async def _run(
             owner=owner,
             reporter=reporter,
             progress=progress,
+            left=left,
         )
         await session.run(files)
         return await _summary(owner, progress, peak_shm_bytes=session.budget.peak_bytes)
@@ -193,6 +201,12 @@ class _Progress:
 
         return await owner.call(read)
 
+    def forget(self, ordinals: Sequence[int]) -> None:
+        """These rows need work again."""
+        for ordinal in ordinals:
+            self.settled[ordinal] = 0
+        self.counters.settled_before -= len(ordinals)
+
     @property
     def is_finished(self) -> bool:
         return not self.is_new and self.counters.settled_before == self.counters.num_rows
@@ -204,7 +218,8 @@ async def _begin_or_continue(
     identity: Identity,
     files: Sequence[InputFile],
     progress: _Progress,
-) -> None:
+) -> Identity:
+    """What the data set is of, as the manifest has it. Raises ConfigMismatch."""
     options.shards_path.mkdir(exist_ok=True)
     if progress.is_new:
         sources = [
@@ -219,10 +234,40 @@ async def _begin_or_continue(
         ]
         document = {**identity.to_document(), RUN_ID: progress.run_id, "version": __version__}
         await owner.call(lambda store: store.begin(document, sources))
-        return
-    begun_with = Identity.from_document(await owner.call(lambda store: store.identity()))
+        return identity
+    begun_with = await _begun_with(owner)
     identity.require_same(begun_with, out=options.out)
     await owner.call(lambda store: store.reopen_unfinished())
+    return begun_with
+
+
+async def _begun_with(owner: StoreOwner) -> Identity:
+    return Identity.from_document(await owner.call(lambda store: store.identity()))
+
+
+async def _require_same_inputs(
+    owner: StoreOwner, options: RunOptions, files: Sequence[InputFile]
+) -> None:
+    """Raise ConfigMismatch for other prompts than the manifest's; this needs no server."""
+    begun_with = await _begun_with(owner)
+    now = replace(begun_with, inputs=tuple(file.digest for file in files))
+    now.require_same(begun_with, out=options.out)
+
+
+async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) -> None:
+    """Seal every shard: no row is left to store."""
+    settings = _shard_settings(options, await _begun_with(owner))
+    for found in left.open_shards:
+        await seal_left_open(settings, owner, found.shard, found.rows)
+
+
+def _shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:
+    return ShardSettings(
+        directory=options.shards_path,
+        identity=identity,
+        shard_bytes=options.shard_bytes,
+        file_mode=options.file_mode,
+    )
 
 
 async def _summary(owner: StoreOwner, progress: _Progress, *, peak_shm_bytes: int) -> RunSummary:
@@ -249,6 +294,7 @@ class _Session:
         owner: StoreOwner,
         reporter: Reporter,
         progress: _Progress,
+        left: Reconciled,
     ) -> None:
         self._options = options
         self._client = client
@@ -262,13 +308,9 @@ class _Session:
         self._session_id = secrets.token_hex(3)
         self._policy = RetryPolicy(max_attempts=options.max_attempts)
         self._collector = Collector(target.ranks, rid_prefix=rid_prefix(progress.run_id))
-        self._settings = ShardSettings(
-            directory=options.shards_path,
-            identity=identity,
-            shard_bytes=options.shard_bytes,
-            file_mode=options.file_mode,
-        )
-        self._next_shard = 0
+        self._settings = _shard_settings(options, identity)
+        self._left = left
+        self._next_shard = left.next_number
         self._movers: list[Mover] = []
         self.budget = ByteBudget(
             shm_budget(target.ranks, options.shm_budget_bytes, limits=target.limits)
@@ -442,9 +484,12 @@ class _Session:
             attempt=attempt,
         )
         collected = self._collector.expect(rid, num_tokens=prompt.num_tokens)
+        is_taken = False
         try:
             reply_failure = await self._send(Request(rid=rid, prompt=prompt), attempt)
             if reply_failure is not None:
+                # A dump may have come nevertheless: it goes before its room is given back.
+                self._collector.poll()
                 return reply_failure
             try:
                 outcome = await asyncio.wait_for(
@@ -456,8 +501,10 @@ class _Session:
                     detail=f"answered, but {self._collector.rows_seen(rid)} of "
                     f"{prompt.num_tokens} rows arrived in {self._options.dump_timeout_s:g} s",
                 )
+            is_taken = True
         finally:
-            self._collector.forget(rid)
+            if not is_taken:
+                self._collector.drop(rid, collected)
         if isinstance(outcome, Failure):
             return outcome
         self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.DUMP, attempts=attempt))
@@ -505,32 +552,14 @@ class _Session:
     # --- shards ------------------------------------------------------------------------------
 
     async def _open_shards(self) -> None:
-        """Reconcile the shards with what earlier sessions left, and make the movers."""
-        directory = self._settings.directory
-        shards = await self._owner.call(lambda store: store.shards())
-        self._next_shard = max((shard.number + 1 for shard in shards), default=0)
+        """Make the movers; they go on with the shards that earlier sessions left open."""
         self._movers = [self._new_mover() for _ in range(self._options.num_movers)]
-        unused = list(self._movers)
-        for shard in shards:
-            rows = await self._owner.call(partial(Store.shard_rows, number=shard.number))
-            lost = lost_rows(directory, shard, rows)
-            if lost:
-                self._reporter.note(
-                    f"{directory / shard.name}: the bytes of {len(lost)} stored samples are gone; "
-                    "they are extracted again"
-                )
-                await self._forget([row.ordinal for row in lost])
-                rows = rows[: len(rows) - len(lost)]
-            if shard.is_sealed:
-                continue
-            if is_sealed_on_disk(directory, shard):
-                await self._owner.call(partial(Store.seal_shard, number=shard.number))
-                continue
-            mover = unused.pop() if unused else self._new_mover()
-            await mover.resume(shard, rows)
-            if mover not in self._movers:
-                # More open shards than movers, because this session has fewer: finish it now.
-                await mover.close(seal=True)
+        movers = list(self._movers)
+        for found in self._left.open_shards:
+            if movers:
+                await movers.pop().resume(found.shard, found.rows)
+            else:  # this session has fewer movers
+                await seal_left_open(self._settings, self._owner, found.shard, found.rows)
 
     def _new_mover(self) -> Mover:
         return Mover(
@@ -539,12 +568,6 @@ class _Session:
             next_number=self._take_shard_number,
             rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
         )
-
-    async def _forget(self, ordinals: Sequence[int]) -> None:
-        await self._owner.call(lambda store: store.forget_stored(ordinals))
-        for ordinal in ordinals:
-            self._progress.settled[ordinal] = 0
-        self._counters.settled_before -= len(ordinals)
 
     def _take_shard_number(self) -> int:
         self._next_shard += 1

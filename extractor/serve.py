@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -207,10 +208,14 @@ async def server_answers(url: str) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody listened on a moment ago.
+
+    Below 50000: SGLang takes a second one 10000 above it, and refuses to start where there is none.
+    """
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", random.randint(30001, 49999)))
+            return int(probe.getsockname()[1])
 
 
 def _is_done(task: asyncio.Task[None]) -> Callable[[], bool]:

@@ -91,8 +91,8 @@ def shard_name(number: int) -> str:
 def header_room(num_samples: int, layout: Layout) -> int:
     """Bytes to keep at the front of a shard for the header of `num_samples` samples."""
     entry = _ENTRY_BYTES * (len(layout.state_names) + 2)
-    wanted = min(num_samples * entry + _METADATA_BYTES, MAX_HEADER_BYTES)
-    return -(-wanted // _ROOM_STEP_BYTES) * _ROOM_STEP_BYTES
+    steps = -(-(num_samples * entry + _METADATA_BYTES) // _ROOM_STEP_BYTES)
+    return min(steps, (8 + MAX_HEADER_BYTES) // _ROOM_STEP_BYTES) * _ROOM_STEP_BYTES
 
 
 def samples_expected(*, shard_bytes: int, mean_sample_bytes: float, rows_left: int) -> int:

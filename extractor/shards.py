@@ -165,6 +165,14 @@ def is_sealed_on_disk(directory: Path, shard: Shard) -> bool:
     return sealed_shard_path(directory, shard).exists()
 
 
+def reopen_on_disk(directory: Path, shard: Shard) -> None:
+    """Take a sealed shard's final name away, because samples of it are lost."""
+    sealed = sealed_shard_path(directory, shard)
+    if sealed.exists():
+        os.rename(sealed, open_shard_path(directory, shard))
+        sync_directory(directory)
+
+
 def lost_rows(directory: Path, shard: Shard, rows: Sequence[Row]) -> list[Row]:
     """Samples at the end of this shard whose bytes are not all there, whatever the manifest says.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -47,7 +48,7 @@ def parse_bytes(text: str) -> int:
         if number.endswith(letter):
             factor = 1024**power
             number = number[:-1]
-    size = int(float(number) * factor)
-    if size < 0:
-        raise ValueError("negative")
-    return size
+    size = float(number) * factor
+    if not 0 <= size < math.inf:
+        raise ValueError(f"{text!r} is no size")
+    return int(size)

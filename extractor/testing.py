@@ -28,6 +28,7 @@ import orjson
 from aiohttp import web
 
 from extractor.config import Layout
+from extractor.plan import RID_PREFIX
 from extractor.writers import process_start_ticks
 from server_patch.dump_format import (
     FORMAT_VERSION,
@@ -160,6 +161,7 @@ class FakeServer:
                 web.get("/health", self._health),
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort),
+                web.get("/fake/requests", self._requests),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
@@ -203,7 +205,7 @@ class FakeServer:
             capture_method="fake",
             tp_size=1,
             dp_size=1,
-            rid_prefix="xtr-",
+            rid_prefix=RID_PREFIX,
             chunked_prefill_size=self._chunk_tokens or -1,
             radix_cache=False,
             ring_bytes=0,
@@ -212,6 +214,10 @@ class FakeServer:
         self._publish(READY_NAME, encode_ready(ready))
 
     # --- HTTP --------------------------------------------------------------------------------
+
+    @property
+    def _max_input_tokens(self) -> int:
+        return self.model.context_length - 6
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -222,7 +228,7 @@ class FakeServer:
         return web.json_response(
             {
                 "context_length": self.model.context_length,
-                "max_req_input_len": self.model.context_length - 6,
+                "max_req_input_len": self._max_input_tokens,
                 "version": "fake",
             }
         )
@@ -233,6 +239,10 @@ class FakeServer:
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborted.append(orjson.loads(await request.read())["rid"])
         return web.Response()
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        """Not SGLang's: the rids so far, for a test in another process."""
+        return web.json_response(self.requests)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
@@ -249,6 +259,9 @@ class FakeServer:
     async def _answer(
         self, request: web.Request, rid: str, ids: list[int], fault: Fault | None
     ) -> web.StreamResponse:
+        if len(ids) >= self._max_input_tokens:
+            message = f"The input ({len(ids)} tokens) is longer than the model's context length"
+            return web.json_response({"error": {"message": message}}, status=400)
         match fault:
             case Fault.BUSY:
                 return web.json_response({"error": {"message": "queue is full"}}, status=503)
@@ -260,7 +273,8 @@ class FakeServer:
                 assert request.transport is not None
                 request.transport.abort()
                 return web.Response()
-        self.dump(rid, np.array(ids, dtype=np.int32), fault)
+        if rid.startswith(RID_PREFIX):
+            self.dump(rid, np.array(ids, dtype=np.int32), fault)
         if fault is Fault.SILENT:
             await asyncio.sleep(3600)
         return web.json_response(

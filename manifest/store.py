@@ -214,8 +214,17 @@ class Store:
             return cursor.rowcount
 
     def forget_stored(self, ordinals: Iterable[int]) -> None:
-        """Put stored samples back to PLANNED because their bytes turned out to be gone."""
+        """Put stored samples back to PLANNED because their bytes turned out to be gone.
+
+        Their shards are open again.
+        """
+        ordinals = list(ordinals)
         with self._writing():
+            self._db.conn.executemany(
+                "UPDATE shards SET is_sealed = 0 WHERE number = "
+                "(SELECT shard FROM prompts WHERE ordinal = ? AND state = 'stored')",
+                [(ordinal,) for ordinal in ordinals],
+            )
             self._db.conn.executemany(
                 "UPDATE prompts SET state = 'planned', shard = NULL, offset = NULL, "
                 "size_bytes = NULL, digest = NULL, num_pieces = NULL "

@@ -1,0 +1,64 @@
+"""Edge: brings the shards on disk and the manifest in line after a session that was cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from extractor.shards import is_sealed_on_disk, lost_rows, reopen_on_disk
+from manifest.owner import StoreOwner
+from manifest.records import Row, Shard
+from manifest.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenShard:
+    """A shard that takes more samples, and those it has, in file order."""
+
+    shard: Shard
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconciled:
+    """What earlier sessions left."""
+
+    open_shards: tuple[OpenShard, ...]
+    lost: tuple[int, ...]  # ordinals of stored samples whose bytes are gone; PLANNED again
+    next_number: int  # of a new shard
+
+
+async def reconcile(
+    owner: StoreOwner, directory: Path, *, note: Callable[[str], None]
+) -> Reconciled:
+    """Reopen shards whose end is gone, note those that were sealed, and tell which are open."""
+    open_shards: list[OpenShard] = []
+    lost_ordinals: list[int] = []
+    shards = await owner.call(lambda store: store.shards())
+    for shard in shards:
+        rows = await owner.call(partial(Store.shard_rows, number=shard.number))
+        lost = lost_rows(directory, shard, rows)
+        if lost:
+            note(
+                f"{directory / shard.name}: the bytes of {len(lost)} stored samples are gone; "
+                "they are extracted again"
+            )
+            # The name first: until the manifest knows, the same samples are found lost again.
+            reopen_on_disk(directory, shard)
+            ordinals = [row.ordinal for row in lost]
+            await owner.call(partial(Store.forget_stored, ordinals=ordinals))
+            lost_ordinals += ordinals
+            rows = rows[: len(rows) - len(lost)]
+        elif shard.is_sealed:
+            continue
+        elif is_sealed_on_disk(directory, shard):
+            await owner.call(partial(Store.seal_shard, number=shard.number))
+            continue
+        open_shards.append(OpenShard(shard=replace(shard, is_sealed=False), rows=tuple(rows)))
+    return Reconciled(
+        open_shards=tuple(open_shards),
+        lost=tuple(lost_ordinals),
+        next_number=max((shard.number + 1 for shard in shards), default=0),
+    )

@@ -1,0 +1,402 @@
+"""The command line is a contract: exit codes, streams, signals, help."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import click
+import pytest
+from helpers import (
+    assert_whole,
+    dumps_under,
+    make_prompts,
+    stored_ordinals,
+    write_prompts,
+)
+
+from acceptance.tool import REPOSITORY, Fake, Tool, fake_server, wait_until
+from extractor.cli import cli, main
+
+pytestmark = pytest.mark.timeout(120)
+
+COMMANDS = sorted(cli.commands)
+
+
+@pytest.fixture
+def prompts_path(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path / "p.jsonl", make_prompts(12))
+
+
+# --- exit codes -------------------------------------------------------------------------------
+
+
+def test_done_and_clean_is_0(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path) -> None:
+    ran = tool.run(prompts_path, tmp_path / "out", fake)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "rows in all" in ran.stdout
+    verified = tool("verify", "out")
+    assert verified.returncode == 0
+    assert verified.stdout.rstrip().endswith("clean")
+    assert tool("status", "out").returncode == 0
+
+
+def test_the_defaults_work_with_no_option(tmp_path: Path, tool: Tool, prompts_path: Path) -> None:
+    """`extractor run p.jsonl` and `extractor verify`; options come by variable."""
+    root = tmp_path / "dumps"
+    with fake_server(root) as server:
+        tool.environment = {
+            "EXTRACTOR_RUN_SERVER": server.url,
+            "EXTRACTOR_RUN_DUMP_DIR": str(root),
+            "EXTRACTOR_RUN_TOKENIZER": "none",
+        }
+        assert tool("run", prompts_path).returncode == 0
+    assert tool("verify").returncode == 0
+    assert_whole(tmp_path / "extraction", make_prompts(12))
+
+
+def test_failed_rows_are_1_and_named_on_stderr(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    with prompts_path.open("a") as file:
+        file.write("{broken\n")
+    ran = tool.run(prompts_path, tmp_path / "out", fake)
+    assert ran.returncode == 1
+    assert f"{prompts_path}:13: bad_json: " in ran.stderr
+    assert "bad_json" in ran.stdout
+    assert tool("verify", "out").returncode == 0  # the data set itself is sound
+    status = tool("status", "out", "--json").json()
+    assert [(row["line"], row["reason"]) for row in status["failed_rows"]] == [(13, "bad_json")]
+
+
+def test_findings_are_1(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path) -> None:
+    tool.run(prompts_path, tmp_path / "out", fake)
+    (tmp_path / "out" / "shards" / "shard-000000.safetensors").unlink()
+    verified = tool("verify", "out")
+    assert verified.returncode == 1
+    assert "FINDING  shard_missing: 1" in verified.stdout
+    document = tool("verify", "out", "--json")
+    assert document.returncode == 1
+    assert document.json()["clean"] is False
+    assert [finding["kind"] for finding in document.json()["findings"]] == ["shard_missing"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "Missing argument"),
+        (["run", "nowhere.jsonl"], "no such file"),
+        (["run", "p.jsonl", "--concurrency", "0"], "--concurrency"),
+        (["run", "p.jsonl", "--shm-budget", "lots"], "is no size"),
+        (["run", "p.jsonl", "--dump-timeout", "0"], "dump_timeout_s must be >="),
+        (["run", "p.jsonl", "--nonsense"], "No such option"),
+        (["run", "p.jsonl", "--", "--tp", "8"], "--model"),
+        (["verify", "nowhere"], "no manifest there"),
+        (["status", "nowhere"], "no manifest there"),
+        (["serve", "--model", "m", "--", "--port", "1"], "give --port to `extractor serve`"),
+        (["serve", "--model", "m", "--layers", "one"], "one"),
+        (["nonsense"], "No such command"),
+    ],
+    ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_is_2_with_a_message_and_no_traceback(
+    tmp_path: Path,
+    prompts_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, because it is about the messages and a process costs seconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["extractor", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr()
+    assert ended.value.code == 2, shown.err
+    assert message in shown.err
+    assert shown.out == ""
+
+
+def test_a_wrong_command_ends_the_process_with_2(tool: Tool) -> None:
+    result = tool("run", "nowhere.jsonl")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("extractor: nowhere.jsonl: no such file")
+
+
+def test_another_configuration_is_2_naming_the_field(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    tool.run(prompts_path, tmp_path / "out", fake)
+    write_prompts(prompts_path, make_prompts(13))
+    again = tool.run(prompts_path, tmp_path / "out", fake)
+    assert again.returncode == 2
+    assert "\n  inputs: " in again.stderr
+
+
+def test_no_server_is_3_with_what_to_do(tool: Tool, prompts_path: Path) -> None:
+    result = tool("run", prompts_path, "--server", "http://127.0.0.1:9")
+    assert result.returncode == 3
+    assert "extractor serve" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_server_without_plugin_is_3(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    elsewhere = Fake(url=fake.url, root=tmp_path / "elsewhere", process=fake.process)
+    result = tool.run(prompts_path, tmp_path / "out", elsewhere)
+    assert result.returncode == 3
+    assert "SGLANG_HS_DUMP_DIR" in result.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 70 MB; needs the right to mount."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=70m", "none", str(disk)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("no right to mount a file system")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_is_4_and_the_same_command_goes_on_once_there_is_room(
+    small_disk: Path, tmp_path: Path, tool: Tool, dump_root: Path
+) -> None:
+    with fake_server(dump_root, "--delay-s", "0.05") as fake:
+        fill_and_resume(small_disk, tmp_path, tool, fake)
+
+
+def fill_and_resume(small_disk: Path, tmp_path: Path, tool: Tool, fake: Fake) -> None:
+    prompts = make_prompts(40, shortest=3500, longest=4000)  # 10 MB of states
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    out = small_disk / "out"
+    # Enough is free when the run begins; then somebody else takes nearly all of it.
+    process = tool.start_run(path, out, fake, "--concurrency", 1)
+    wait_until(lambda: out.joinpath("shards", ".shard-000000.open").exists(), what="a shard begun")
+    fill = small_disk / "fill"
+    with fill.open("wb", buffering=0) as file, suppress(OSError):
+        while shutil.disk_usage(small_disk).free > 2_000_000:
+            file.write(bytes(1_000_000))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 4, errors
+    assert "free space" in errors.lower()
+    assert "Traceback" not in errors
+    assert dumps_under(fake.root) == []
+    kept = stored_ordinals(out)
+    assert len(kept) < 40
+    fill.unlink()
+    # Room for the rest, though no longer for the caution at the start of a run.
+    moved = tmp_path / "moved"
+    shutil.copytree(out, moved)
+    again = tool.run(path, moved, fake)
+    assert again.returncode == 0, again.stderr
+    assert_whole(moved, prompts)
+
+
+# --- signals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_lets_what_is_in_flight_end(
+    tmp_path: Path, tool: Tool, dump_root: Path, number: signal.Signals
+) -> None:
+    prompts = make_prompts(150)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    out = tmp_path / "out"
+    with fake_server(dump_root, "--delay-s", "0.05") as server:
+        process = tool.start_run(path, out, server)
+        wait_until(
+            lambda: (out / "manifest.sqlite").exists() and server.requests() >= 40,
+            what="40 requests",
+        )
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, errors
+        assert "Traceback" not in errors
+        assert "the same command goes on" in errors
+        rows = tool("status", out, "--json").json()["rows"]
+        # Nothing was cut off: what had been sent was stored.
+        assert rows["sent"] == rows["dumped"] == rows["verified"] == 0
+        assert 30 <= rows["stored"] < 150
+        assert server.requests() == 1 + rows["stored"]
+        assert dumps_under(dump_root) == []
+        assert tool.run(path, out, server).returncode == 0
+    assert_whole(out, prompts)
+
+
+@pytest.mark.crash
+def test_a_second_signal_stops_at_once(tmp_path: Path, tool: Tool, dump_root: Path) -> None:
+    """The server would take a minute to answer; nobody waits for it."""
+    prompts = make_prompts(10)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    out = tmp_path / "out"
+    with fake_server(dump_root, "--fault", "silent", "--fault-every", "3") as server:
+        process = tool.start_run(path, out, server)
+        wait_until(lambda: server.requests() >= 6, what="silent requests")
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        line = next(text for text in process.stderr if "interrupt again" in text)
+        assert line
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=20)
+        errors = process.stderr.read()
+        assert process.returncode == 130, errors
+        assert "Traceback" not in errors
+        assert dumps_under(dump_root) == []
+    with fake_server(dump_root) as server:
+        assert tool.run(path, out, server).returncode == 0
+    assert_whole(out, prompts)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_prompt_is_130(
+    tmp_path: Path, tool: Tool, prompts_path: Path, number: signal.Signals
+) -> None:
+    process = tool.start(
+        "run", prompts_path, "--server", "http://127.0.0.1:9", "--server-wait", 60, "--out", "out"
+    )
+    wait_until((tmp_path / "out" / "manifest.sqlite").exists, what="a run waiting for its server")
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.crash
+def test_a_second_run_says_which_process_has_the_directory(
+    tmp_path: Path, tool: Tool, dump_root: Path
+) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(150))
+    out = tmp_path / "out"
+    with fake_server(dump_root, "--delay-s", "0.05") as server:
+        first = tool.start_run(path, out, server)
+        wait_until(lambda: server.requests() >= 5, what="the first run at work")
+        second = tool.run(path, out, server)
+        assert second.returncode == 2
+        assert f"process {first.pid}" in second.stderr
+        assert tool("status", out, "--json").json()["input_rows"] == 150  # while it is written
+        first.kill()
+        first.communicate()
+        assert tool.run(path, out, server).returncode == 0  # a dead holder holds nothing
+
+
+# --- streams ----------------------------------------------------------------------------------
+
+
+def test_json_goes_to_stdout_alone(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    with prompts_path.open("a") as file:
+        file.write("{broken\n")
+    ran = tool.run(prompts_path, tmp_path / "out", fake, "--json")
+    assert ran.json()["rows"] == {
+        "planned": 0, "sent": 0, "dumped": 0, "verified": 0, "stored": 12, "failed": 1,
+    }  # fmt: skip
+    assert ran.json()["failed"] == {"bad_json": 1}
+    assert ran.json()["session"]["sent"] == 12
+    verified = tool("verify", "out", "--json").json()
+    assert verified["clean"] is True
+    assert verified["input_rows"] == 13
+    assert verified["bytes_checked"] == ran.json()["bytes"] == verified["bytes"]
+    fast = tool("verify", "out", "--fast", "--json").json()
+    assert (fast["clean"], fast["fast"], fast["bytes_checked"]) == (True, True, 0)
+    status = tool("status", "out", "--json").json()
+    assert (status["unread"], status["rows"]["stored"]) == (0, 12)
+    assert all(line.count("{") == 0 for line in ran.stderr.splitlines() if "broken" not in line)
+
+
+def test_a_traceback_is_shown_only_when_asked_for(tool: Tool, prompts_path: Path) -> None:
+    command = ["run", prompts_path, "--server", "http://127.0.0.1:9"]
+    assert "Traceback" not in tool(*command).stderr
+    assert "Traceback" in tool("-v", *command).stderr
+
+
+def test_a_reader_that_goes_away_is_no_error_of_ours(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    tool.run(prompts_path, tmp_path / "out", fake)
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "extractor", "status", str(tmp_path / "out"), "--json"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+# --- help -------------------------------------------------------------------------------------
+
+
+def test_help_and_version_are_0(tool: Tool) -> None:
+    for arguments in (["-h"], ["--help"], ["run", "-h"]):
+        result = tool(*arguments)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.startswith("Usage: ")
+    assert tool("--version").returncode == 0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_and_option_has_help(name: str) -> None:
+    command = cli.commands[name]
+    assert command.help, name
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{name} {parameter.opts}"
+
+
+def test_every_option_has_a_variable_of_its_name() -> None:
+    for name, command in cli.commands.items():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                option = parameter.opts[-1].removeprefix("--").replace("-", "_")
+                assert parameter.envvar == f"EXTRACTOR_{name}_{option}".upper()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_readme_shows_every_command(name: str) -> None:
+    assert f"extractor {name}" in (REPOSITORY / "README.md").read_text()
+
+
+def test_doctor_names_each_problem_and_ends_with_1(tmp_path: Path, tool: Tool, fake: Fake) -> None:
+    well = tool("doctor", "--server", fake.url, "--dump-dir", fake.root)
+    assert well.returncode == 0
+    assert {line.split()[0] for line in well.stdout.splitlines()} == {"OK"}
+    ill = tool("doctor", "--server", "http://127.0.0.1:9", "--dump-dir", tmp_path / "elsewhere")
+    assert ill.returncode == 1
+    problems = [line for line in ill.stdout.splitlines() if line.startswith("PROBLEM")]
+    assert [line.split()[1] for line in problems] == ["dump", "server:"]
+    assert dumps_under(fake.root) == []
+
+
+def test_example_prompts_are_what_the_demo_says() -> None:
+    rows = (REPOSITORY / "examples" / "prompts.jsonl").read_text().splitlines()
+    broken = 0
+    for row in rows:
+        try:
+            json.loads(row)
+        except ValueError:
+            broken += 1
+    assert len(rows) >= 48
+    assert broken == 1

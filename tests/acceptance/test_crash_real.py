@@ -1,0 +1,66 @@
+"""Kill -9 of the client against a real SGLang server."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import dumps_under, make_prompts, read_samples, stored_ordinals, write_prompts
+
+from acceptance.real import Real
+from acceptance.tool import Tool, wait_until
+from extractor.config import MANIFEST_NAME
+from manifest.errors import ManifestError
+
+pytestmark = [pytest.mark.sglang, pytest.mark.crash, pytest.mark.timeout(240)]
+
+NUM_ROWS = 60
+TOLERANCE = 1e-5  # relative, float32: batches differ from run to run
+
+
+def stored(out: Path) -> int:
+    try:
+        return len(stored_ordinals(out)) if (out / MANIFEST_NAME).exists() else 0
+    except ManifestError:  # not begun yet
+        return 0
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.abs(one - other).max() / np.abs(other).max())
+
+
+def kill_moment(process: subprocess.Popen[str], out: Path, goal: int, server: Real) -> None:
+    wait_until(
+        lambda: (
+            (stored(out) >= goal and bool(dumps_under(server.root))) or process.poll() is not None
+        ),
+        what=f"{goal} rows stored and a dump on its way",
+    )
+
+
+def test_a_run_killed_at_ten_moments_ends_as_an_undisturbed_one(
+    tmp_path: Path, tool: Tool, real: Real
+) -> None:
+    prompts = make_prompts(NUM_ROWS, longest=120, vocabulary=500)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    calm, out = tmp_path / "calm", tmp_path / "out"
+    assert tool.run(path, calm, real).returncode == 0
+    chance = random.Random(7)
+    for goal in [0, *sorted(chance.sample(range(1, NUM_ROWS), 9))]:
+        process = tool.start_run(path, out, real)
+        kill_moment(process, out, goal, real)
+        process.kill()
+        process.communicate()
+    final = tool.run(path, out, real)
+    assert final.returncode == 0, final.stderr
+    undisturbed, survived = read_samples(calm), read_samples(out)
+    assert set(survived) == set(undisturbed) == set(range(NUM_ROWS))
+    for ordinal, sample in survived.items():
+        assert (sample.ids, sample.mask) == (prompts[ordinal].ids, prompts[ordinal].mask)
+        for name, values in sample.states.items():
+            assert difference(values, undisturbed[ordinal].states[name]) < TOLERANCE
+    assert tool("verify", out).returncode == 0
+    assert dumps_under(real.root) == []

@@ -1,0 +1,271 @@
+"""Prompts, runs and data sets for tests; reads shards by itself, so that a wrong writer is not
+checked by its own reader."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from extractor.audit import audit
+from extractor.config import MANIFEST_NAME, Identity, Layout, RunOptions
+from extractor.progress import Counters
+from extractor.testing import FakeServer, fake_states
+from manifest.records import Row
+from manifest.states import State
+from manifest.store import Store
+from prompts.types import Prompt
+from server_patch.dump_format import FORMAT_VERSION, DumpHeader, Ready
+
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
+#: 16-bit floats are compared as bit patterns.
+_NUMPY = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "I32": "<i4"}
+
+LAYOUT = Layout(boundaries=(1, 2, 3), hidden_size=8, dtype="BF16", last_kind="post")
+
+
+@dataclass
+class Notes:
+    """A reporter that remembers."""
+
+    messages: list[str] = field(default_factory=list)
+    num_updates: int = 0
+    is_closed: bool = False
+
+    def update(self, counters: Counters) -> None:
+        self.num_updates += 1
+
+    def note(self, message: str) -> None:
+        self.messages.append(message)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What one row of a prompt file asks for."""
+
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+
+
+def make_prompts(
+    count: int, *, seed: int = 0, shortest: int = 1, longest: int = 60, vocabulary: int = 1000
+) -> list[Ids]:
+    """`count` prompts of mixed lengths, the same for the same seed."""
+    chance = random.Random(seed)
+    prompts = []
+    for _ in range(count):
+        length = chance.randint(shortest, longest)
+        prompts.append(
+            Ids(
+                ids=tuple(chance.randrange(vocabulary) for _ in range(length)),
+                mask=tuple(chance.randrange(2) for _ in range(length)),
+            )
+        )
+    return prompts
+
+
+def write_prompts(path: Path, prompts: Sequence[Ids]) -> Path:
+    path.write_text(
+        "".join(json.dumps({"input_ids": row.ids, "loss_mask": row.mask}) + "\n" for row in prompts)
+    )
+    return path
+
+
+def options_for(server: FakeServer, prompts: Path, out: Path, **changes: Any) -> RunOptions:
+    """A run against a fake server: rows of ids, so no tokenizer."""
+    values: dict[str, Any] = {
+        "prompts": (prompts,),
+        "out": out,
+        "server_url": server.url,
+        "dump_root": server.directory.parents[1],
+        "tokenizer": "none",
+        "concurrency": 8,
+        **changes,
+    }
+    return RunOptions(**values)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One stored sample, as read back."""
+
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    states: dict[str, np.ndarray]
+    digest: str  # of its bytes, computed here
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a file, by the published format alone."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    body = data[8 + length :]
+    ends = sorted(entry["data_offsets"][1] for entry in header.values())
+    assert not ends or ends[-1] == len(body), f"{path}: bytes that no tensor has"
+    return {
+        name: np.frombuffer(
+            body[slice(*entry["data_offsets"])], dtype=_NUMPY[entry["dtype"]]
+        ).reshape(entry["shape"])
+        for name, entry in header.items()
+    }
+
+
+def read_samples(out: Path) -> dict[int, Sample]:
+    """Every sample of a data set by ordinal, from its sealed shards alone."""
+    tensors: dict[int, dict[str, np.ndarray]] = {}
+    for path in sorted((out / "shards").glob("shard-*.safetensors")):
+        for name, values in read_safetensors(path).items():
+            number, _, tensor = name.partition(".")
+            assert tensor not in tensors.setdefault(int(number), {}), f"{name} is there twice"
+            tensors[int(number)][tensor] = values
+    return {ordinal: _sample(parts) for ordinal, parts in sorted(tensors.items())}
+
+
+def _sample(parts: dict[str, np.ndarray]) -> Sample:
+    digest = xxhash.xxh3_128()
+    for values in parts.values():
+        digest.update(values.tobytes())
+    ids, mask = parts.pop("input_ids"), parts.pop("loss_mask")
+    return Sample(
+        ids=tuple(ids.tolist()), mask=tuple(mask.tolist()), states=parts, digest=digest.hexdigest()
+    )
+
+
+def rows_of(out: Path) -> list[Row]:
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        return list(store.rows())
+    finally:
+        store.close()
+
+
+def stored_ordinals(out: Path) -> set[int]:
+    return {row.ordinal for row in rows_of(out) if row.state is State.STORED}
+
+
+def assert_whole(
+    out: Path, prompts: Sequence[Ids], *, layout: Layout = LAYOUT, without: Iterable[int] = ()
+) -> None:
+    """`out` holds exactly `prompts`, each with its own states, and verify has nothing to say."""
+    samples = read_samples(out)
+    assert set(samples) == set(range(len(prompts))) - set(without)
+    for ordinal, sample in samples.items():
+        assert sample.ids == prompts[ordinal].ids, ordinal
+        assert sample.mask == prompts[ordinal].mask, ordinal
+        expected = fake_states(np.array(sample.ids, dtype=np.int32), layout)
+        assert list(sample.states) == list(expected)
+        for name, values in expected.items():
+            assert np.array_equal(sample.states[name], values), (ordinal, name)
+    assert [finding for finding in audit(out).findings] == []
+
+
+def dumps_under(root: Path) -> list[str]:
+    """Everything under a dump root but what writers tell of themselves."""
+    return sorted(
+        str(path.relative_to(root))
+        for path in root.rglob("*")
+        if path.suffix and not any(name in path.name for name in ("READY", "STATS"))
+    )
+
+
+def ordinals_sent(rids: Iterable[str]) -> list[int]:
+    """The prompts that requests were about; probes are left out."""
+    parts = [rid.split("-") for rid in rids]
+    return [int(ordinal) for _, _, session, ordinal, _ in parts if "probe" not in session]
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+def prompt_of(row: Ids, *, ordinal: int = 0) -> Prompt:
+    return Prompt(
+        ordinal=ordinal,
+        source="prompts.jsonl",
+        line=ordinal + 1,
+        label=None,
+        input_ids=np.array(row.ids, dtype=np.int32),
+        loss_mask=np.array(row.mask, dtype=np.uint8),
+    )
+
+
+def make_identity(**changes: Any) -> Identity:
+    values: dict[str, Any] = {
+        "model": "fake/model",
+        "architecture": "FakeForCausalLM",
+        "config_digest": "fake",
+        "vocab_size": 1000,
+        "num_layers": 4,
+        "hidden_size": 8,
+        "dtype": "BF16",
+        "boundaries": (1, 2, 3),
+        "last_kind": "post",
+        "quantization": None,
+        "tokenizer_digest": "t",
+        "template_digest": "u",
+        "inputs": ("i",),
+        **changes,
+    }
+    return Identity(**values)
+
+
+def make_header(**changes: Any) -> DumpHeader:
+    values: dict[str, Any] = {
+        "rid": "xtr-run-session-0-1",
+        "start": 0,
+        "rows": 3,
+        "boundaries": (1, 2, 3),
+        "hidden_size": 8,
+        "dtype": "BF16",
+        "last_kind": "post",
+        "boot_id": "boot",
+        "rank": 0,
+        "counter": 7,
+        **changes,
+    }
+    return DumpHeader(**values)
+
+
+def make_ready(**changes: Any) -> Ready:
+    values: dict[str, Any] = {
+        "format_version": FORMAT_VERSION,
+        "boot_id": "boot",
+        "rank": 0,
+        "pid": 1,
+        "pid_start_ticks": 1,
+        "started_at": "1970-01-01T00:00:00+00:00",
+        "plugin_version": "0",
+        "engine_version": "0.5.11",
+        "host": "127.0.0.1",
+        "port": 30000,
+        "model_path": "fake/model",
+        "architecture": "FakeForCausalLM",
+        "config_digest": "fake",
+        "vocab_size": 1000,
+        "num_layers": 4,
+        "hidden_size": 8,
+        "dtype": "BF16",
+        "boundaries": (1, 2, 3),
+        "last_kind": "post",
+        "capture_method": "fake",
+        "tp_size": 1,
+        "dp_size": 1,
+        "rid_prefix": "xtr-",
+        "chunked_prefill_size": -1,
+        "radix_cache": False,
+        "ring_bytes": 0,
+        "num_writers": 1,
+        **changes,
+    }
+    return Ready(**values)

@@ -1,0 +1,192 @@
+"""Finding dumps, and tying them to the requests that wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import dumps_under, make_ready
+
+from extractor.collect import BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
+from extractor.collector import Collector
+from extractor.errors import PluginError
+from extractor.retry import Failure
+from extractor.testing import FakeServer, Fault
+from manifest.states import Reason
+from server_patch.dump_format import ErrorRecord, encode_error
+
+RID = "xtr-run-session-0-1"
+
+
+@pytest.fixture
+async def server(dump_root: Path) -> AsyncIterator[FakeServer]:
+    async with FakeServer(dump_root, chunk_tokens=4).running() as server:
+        yield server
+
+
+@pytest.fixture
+def rank(server: FakeServer) -> Rank:
+    return Rank(directory=server.directory, ready=make_ready(boot_id=server.boot_id))
+
+
+@pytest.fixture
+def collector(rank: Rank) -> Collector:
+    return Collector([rank], rid_prefix="xtr-run-")
+
+
+def ids(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int32)
+
+
+# --- watcher ----------------------------------------------------------------------------------
+
+
+async def test_each_file_is_reported_once_and_temporary_ones_never(
+    server: FakeServer, rank: Rank
+) -> None:
+    watcher = DumpWatcher([rank])
+    assert watcher.poll() == []
+    (server.directory / ".tmp-0000000099.safetensors").write_bytes(b"half")
+    (server.directory / "note.txt").write_bytes(b"")
+    server.dump(RID, ids(10))
+    arrived = [arrival for _, arrival in watcher.poll()]
+    assert all(isinstance(arrival, DumpFile) for arrival in arrived)
+    assert len(arrived) == 3
+    assert watcher.poll() == []
+    server.dump(RID, ids(3))
+    assert len(watcher.poll()) == 1
+
+
+async def test_unreadable_files_and_error_records_are_told_apart(
+    server: FakeServer, rank: Rank
+) -> None:
+    record = ErrorRecord(rid=RID, start=0, reason="full")
+    (server.directory / "0000000090.error.json").write_bytes(encode_error(record))
+    (server.directory / "0000000091.safetensors").write_bytes(b"torn")
+    (server.directory / "0000000092.error.json").write_bytes(b"[]")
+    arrived = [arrival for _, arrival in DumpWatcher([rank]).poll()]
+    assert [type(arrival) for arrival in arrived] == [ErrorFile, BrokenFile, BrokenFile]
+
+
+# --- collector --------------------------------------------------------------------------------
+
+
+async def test_a_request_gets_its_pieces_by_start_whatever_their_order(
+    server: FakeServer, collector: Collector
+) -> None:
+    collected = collector.expect(RID, num_tokens=10)
+    server.dump(RID, ids(10))
+    assert collector.poll()
+    pieces = collected.result()
+    assert not isinstance(pieces, Failure)
+    assert [(piece.start, piece.end) for piece in pieces] == [(0, 4), (4, 8), (8, 10)]
+    assert len(dumps_under(server.directory)) == 3  # the taker removes them
+
+
+async def test_an_incomplete_request_waits(server: FakeServer, collector: Collector) -> None:
+    collected = collector.expect(RID, num_tokens=11)
+    server.dump(RID, ids(10))
+    collector.poll()
+    assert not collected.done()
+    assert collector.rows_seen(RID) == 10
+    collector.drop(RID, collected)
+    assert dumps_under(server.directory) == []
+
+
+async def test_late_and_unexpected_dumps_of_this_run_are_removed(
+    server: FakeServer, collector: Collector
+) -> None:
+    collected = collector.expect(RID, num_tokens=10)
+    collector.drop(RID, collected)
+    server.dump(RID, ids(10))
+    collector.poll()
+    assert collector.num_orphans == 3
+    assert dumps_under(server.directory) == []
+
+
+async def test_a_whole_dump_that_nobody_takes_is_removed_when_it_is_dropped(
+    server: FakeServer, collector: Collector
+) -> None:
+    collected = collector.expect(RID, num_tokens=10)
+    server.dump(RID, ids(10))
+    collector.poll()
+    collector.drop(RID, collected)
+    assert dumps_under(server.directory) == []
+
+
+async def test_other_runs_files_are_not_touched(server: FakeServer, collector: Collector) -> None:
+    server.dump("xtr-other-session-0-1", ids(10))
+    record = ErrorRecord(rid="xtr-other-session-1-1", start=0, reason="full")
+    (server.directory / "0000000090.error.json").write_bytes(encode_error(record))
+    collector.poll()
+    collector.sweep()
+    assert len(dumps_under(server.directory)) == 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault.DOUBLE_DUMP, Reason.DUMP_CORRUPT),
+        (Fault.WRONG_BOUNDARIES, Reason.WRONG_LAYOUT),
+        (Fault.ERROR_RECORD, Reason.DUMP_FAILED),
+    ],
+)
+async def test_a_bad_dump_fails_its_request_and_leaves_nothing(
+    server: FakeServer, collector: Collector, fault: Fault, reason: Reason
+) -> None:
+    collected = collector.expect(RID, num_tokens=10)
+    server.dump(RID, ids(10), fault)
+    collector.poll()
+    outcome = collected.result()
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is reason
+    assert dumps_under(server.directory) == []
+
+
+async def test_rows_past_the_end_of_the_prompt_are_a_conflict(
+    server: FakeServer, collector: Collector
+) -> None:
+    collected = collector.expect(RID, num_tokens=7)
+    server.dump(RID, ids(10))
+    collector.poll()
+    outcome = collected.result()
+    assert isinstance(outcome, Failure)
+    assert outcome.reason is Reason.DUMP_CORRUPT
+
+
+async def test_torn_files_are_removed_and_counted(server: FakeServer, collector: Collector) -> None:
+    collected = collector.expect(RID, num_tokens=4)
+    server.dump(RID, ids(4), Fault.TORN_DUMP)
+    collector.poll()
+    assert not collected.done()
+    assert collector.num_broken == 1
+    assert dumps_under(server.directory) == []
+
+
+async def test_a_sweep_removes_all_of_this_run(server: FakeServer, collector: Collector) -> None:
+    whole = collector.expect(RID, num_tokens=10)
+    collector.expect("xtr-run-session-1-1", num_tokens=10)
+    server.dump(RID, ids(10))
+    server.dump("xtr-run-session-1-1", ids(6))
+    collector.poll()
+    assert whole.done()
+    collector.sweep()
+    assert dumps_under(server.directory) == []
+
+
+async def test_a_directory_that_is_gone_is_told(server: FakeServer, collector: Collector) -> None:
+    server.directory.rename(server.directory.with_name("moved"))
+    with pytest.raises(PluginError, match="is gone"):
+        collector.poll()
+    running = asyncio.create_task(collector.run())
+    with pytest.raises(PluginError):
+        await running
+
+
+async def test_a_rid_is_expected_once(collector: Collector) -> None:
+    collector.expect(RID, num_tokens=1)
+    with pytest.raises(ValueError, match="expected already"):
+        collector.expect(RID, num_tokens=1)

@@ -1,0 +1,754 @@
+"""`run()` against the fake server: every row ends right, whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import (
+    LAYOUT,
+    Notes,
+    assert_whole,
+    dumps_under,
+    make_prompts,
+    options_for,
+    ordinals_sent,
+    read_samples,
+    rows_of,
+    stored_ordinals,
+    write_prompts,
+)
+
+import extractor.run
+from extractor.config import Layout
+from extractor.errors import (
+    ConfigMismatch,
+    OutputBusy,
+    PluginError,
+    ServerLost,
+    ServerUnreachable,
+    SpaceError,
+    exit_code,
+    first_known,
+)
+from extractor.lock import exclusive
+from extractor.plan import Limits, dump_bytes
+from extractor.run import RunSummary, run
+from extractor.testing import FakeModel, FakeServer, Fault, faults_once
+from manifest.states import Reason, State
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+TIMEOUTS = {"request_timeout_s": 0.5, "dump_timeout_s": 0.3}
+
+
+def states_of(summary: RunSummary) -> dict[State, int]:
+    return {state: count for state, count in summary.totals.by_state.items() if count}
+
+
+async def raises_known(task: asyncio.Task[RunSummary]) -> BaseException:
+    """What a user would be shown of the error that ended the run."""
+    with pytest.raises(BaseException) as caught:
+        await task
+    return first_known(caught.value)
+
+
+# --- all is well ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LAYOUT,
+        Layout(boundaries=(0,), hidden_size=6, dtype="F32", last_kind="both"),
+        Layout(boundaries=(2, 3), hidden_size=10, dtype="F16", last_kind="pre"),
+    ],
+    ids=lambda layout: f"{layout.dtype}-{layout.last_kind}",
+)
+async def test_every_prompt_is_stored_with_its_own_states(
+    tmp_path: Path, dump_root: Path, notes: Notes, layout: Layout
+) -> None:
+    prompts = make_prompts(60)
+    async with FakeServer(dump_root, model=FakeModel(layout=layout)).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        summary = await run(options_for(server, path, tmp_path / "out"), notes)
+    assert states_of(summary) == {State.STORED: 60}
+    assert summary.totals.stored_tokens == sum(len(row.ids) for row in prompts)
+    assert_whole(tmp_path / "out", prompts, layout=layout)
+    assert dumps_under(dump_root) == []
+    assert len(ordinals_sent(server.requests)) == 60
+    assert notes.is_closed
+
+
+async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, notes: Notes) -> None:
+    prompts = make_prompts(40, longest=50)
+    async with FakeServer(dump_root, chunk_tokens=7).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert_whole(tmp_path / "out", prompts)
+    pieces = {row.ordinal: row.num_pieces for row in rows_of(tmp_path / "out")}
+    assert pieces == {n: -(-len(row.ids) // 7) for n, row in enumerate(prompts)}
+    assert dumps_under(dump_root) == []
+
+
+async def test_many_small_shards_hold_what_one_would(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(40, shortest=20)
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        options = options_for(server, path, tmp_path / "out", shard_bytes=60_000, num_movers=2)
+        await run(options, notes)
+    assert_whole(tmp_path / "out", prompts)
+    shards = list((tmp_path / "out" / "shards").iterdir())
+    assert len(shards) > 4
+    assert all(shard.stat().st_size <= 60_000 for shard in shards)
+
+
+async def test_a_sample_larger_than_a_shard_gets_one_of_its_own(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(6, shortest=30)
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out", shard_bytes=1), notes)
+    assert_whole(tmp_path / "out", prompts)
+    assert len(list((tmp_path / "out" / "shards").iterdir())) == 6
+
+
+async def test_equal_prompts_are_both_stored_and_counted(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(3)
+    prompts.append(prompts[0])
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        summary = await run(options_for(server, path, tmp_path / "out"), notes)
+    assert summary.totals.duplicates == 1
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_bad_rows_fail_with_file_line_and_reason_and_the_rest_goes_on(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(4)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    long = "[" + ", ".join(["1"] * 5000) + "]"
+    with path.open("a") as file:
+        file.write('{"input_ids": [1, 2\n')  # row 4
+        file.write('{"input_ids": [5, 1000, 6]}\n')  # row 5
+        file.write(f'{{"input_ids": {long}}}\n')  # row 6
+        file.write('{"messages": [{"role": "wizard", "content": "hi"}]}\n')  # row 7
+        file.write('{"input_ids": []}\n')  # row 8
+    async with FakeServer(dump_root).running() as server:
+        summary = await run(options_for(server, path, tmp_path / "out"), notes)
+    assert states_of(summary) == {State.STORED: 4, State.FAILED: 5}
+    failed = {row.ordinal: row.reason for row in rows_of(tmp_path / "out") if row.reason}
+    assert failed == {
+        4: Reason.BAD_JSON,
+        5: Reason.TOKEN_OUT_OF_RANGE,
+        6: Reason.TOO_LONG,
+        7: failed[7],  # what the renderer for ids alone says of a chat
+        8: Reason.EMPTY_PROMPT,
+    }
+    assert sorted(ordinals_sent(server.requests)) == [0, 1, 2, 3]
+    assert any(message.startswith(f"{path}:5: bad_json: ") for message in notes.messages)
+    assert any(
+        message == f"{path}:6: token_out_of_range: token 1 is 1000, the vocabulary has 1000"
+        for message in notes.messages
+    )
+    assert_whole(tmp_path / "out", prompts + [prompts[0]] * 5, without=range(4, 9))
+
+
+async def test_a_finished_run_is_not_begun_again(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(10)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    async with FakeServer(dump_root).running() as server:
+        summary = await run(options_for(server, path, tmp_path / "out"), notes)
+        assert states_of(summary) == {State.STORED: 10}
+        assert server.requests == []
+        options = options_for(server, path, tmp_path / "out")
+    summary = await run(options, notes)  # nobody answers there any more
+    assert states_of(summary) == {State.STORED: 10}
+    assert_whole(tmp_path / "out", prompts)
+
+
+# --- bounds -----------------------------------------------------------------------------------
+
+
+class MeasuringServer(FakeServer):
+    """Knows the most bytes of dumps that ever lay under its directory."""
+
+    peak_bytes = 0
+
+    def _publish(self, name: str, data: bytes) -> None:
+        super()._publish(name, data)
+        used = sum(
+            entry.stat().st_size
+            for entry in os.scandir(self.directory)
+            if entry.name != "READY.json"
+        )
+        self.peak_bytes = max(self.peak_bytes, used)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 8])
+async def test_dumps_never_exceed_the_byte_budget(
+    tmp_path: Path, dump_root: Path, notes: Notes, chunk_tokens: int
+) -> None:
+    model = FakeModel(
+        layout=Layout(boundaries=(1, 2, 3), hidden_size=512, dtype="BF16", last_kind="post"),
+        context_length=64,
+    )
+    limits = Limits(max_prompt_tokens=57, vocab_size=1000, chunk_tokens=chunk_tokens or 57)
+    budget = 2 * dump_bytes(57, model.layout, limits)
+    prompts = make_prompts(60, shortest=20, longest=57)
+    server = MeasuringServer(dump_root, model=model, chunk_tokens=chunk_tokens)
+    async with server.running():
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        options = options_for(
+            server, path, tmp_path / "out", shm_budget_bytes=budget, concurrency=32
+        )
+        summary = await run(options, notes)
+    assert states_of(summary) == {State.STORED: 60}
+    # The budget was needed, so that the test is about something.
+    assert budget // 2 < summary.peak_shm_bytes <= budget
+    assert budget // 4 < server.peak_bytes <= budget
+
+
+async def test_dumps_of_failed_attempts_give_their_room_back(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    """An answer that tells of a failure comes after a whole dump, which nobody wants."""
+    model = FakeModel(
+        layout=Layout(boundaries=(1, 2, 3), hidden_size=512, dtype="BF16", last_kind="post"),
+        context_length=64,
+    )
+    limits = Limits(max_prompt_tokens=57, vocab_size=1000, chunk_tokens=57)
+    budget = 2 * dump_bytes(57, model.layout, limits)
+    prompts = make_prompts(40, shortest=50, longest=57)
+
+    def truncated(number: int, rid: str) -> Fault | None:
+        return Fault.TRUNCATED if number >= 1 and number % 2 else None
+
+    server = MeasuringServer(dump_root, model=model, faults=truncated)
+    async with server.running():
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        options = options_for(server, path, tmp_path / "out", shm_budget_bytes=budget)
+        summary = await run(options, notes)
+    assert summary.totals.by_reason == {Reason.TRUNCATED: 20}
+    assert server.peak_bytes <= budget
+    assert dumps_under(dump_root) == []
+
+
+async def test_a_prompt_that_no_budget_can_hold_fails_as_too_large(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(2, shortest=3, longest=3) + make_prompts(1, shortest=4000, longest=4000)
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        options = options_for(server, path, tmp_path / "out", shm_budget_bytes=150_000)
+        summary = await run(options, notes)
+    assert summary.totals.by_reason == {Reason.TOO_LARGE: 1}
+    assert sorted(ordinals_sent(server.requests)) == [0, 1]
+
+
+async def test_requests_in_flight_reach_the_concurrency_and_no_more(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    async with FakeServer(dump_root, delay_s=0.02).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(60))
+        await run(options_for(server, path, tmp_path / "out", concurrency=5), notes)
+    assert server.peak_concurrency == 5
+
+
+async def test_prompts_in_memory_are_bounded_by_the_concurrency(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    seen: list[int] = []
+
+    def count_tasks(number: int, rid: str) -> Fault | None:
+        names = [task.get_name() for task in asyncio.all_tasks()]
+        seen.append(sum(name.startswith("prompt-") for name in names))
+        return None
+
+    async with FakeServer(dump_root, delay_s=0.01, faults=count_tasks).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(100))
+        await run(options_for(server, path, tmp_path / "out", concurrency=4), notes)
+    assert 4 <= max(seen) <= 8
+
+
+# --- faults -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "requests", "reason"),
+    [
+        (Fault.BUSY, 2, None),
+        (Fault.ERROR, 2, None),
+        (Fault.REJECT, 1, Reason.REJECTED),
+        (Fault.RESET, 2, None),
+        (Fault.SILENT, 2, None),
+        (Fault.NO_DUMP, 2, None),
+        (Fault.SHORT_DUMP, 2, None),
+        (Fault.DOUBLE_DUMP, 1, None),
+        (Fault.WRONG_IDS, 2, None),
+        (Fault.NONFINITE, 2, None),
+        (Fault.WRONG_BOUNDARIES, 1, Reason.WRONG_LAYOUT),
+        (Fault.ERROR_RECORD, 2, None),
+        (Fault.TORN_DUMP, 2, None),
+        (Fault.CACHED, 2, None),
+        (Fault.TRUNCATED, 1, Reason.TRUNCATED),
+    ],
+    ids=lambda value: value if isinstance(value, Fault) else "",
+)
+async def test_a_passing_fault_costs_one_request_and_a_lasting_one_the_row(
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    fault: Fault,
+    requests: int,
+    reason: Reason | None,
+) -> None:
+    prompts = make_prompts(1, shortest=20)
+    # Request 0 is the probe.
+    async with FakeServer(dump_root, faults=faults_once({1: fault})).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        summary = await run(options_for(server, path, tmp_path / "out", **TIMEOUTS), notes)
+    assert len(ordinals_sent(server.requests)) == requests
+    assert len(set(server.requests)) == len(server.requests)  # a rid names one attempt
+    assert summary.totals.by_reason == ({} if reason is None else {reason: 1})
+    assert_whole(tmp_path / "out", prompts, without=[] if reason is None else [0])
+    assert dumps_under(dump_root) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault.ERROR, Reason.SERVER_ERROR),
+        (Fault.SILENT, Reason.SERVER_ERROR),
+        (Fault.NO_DUMP, Reason.DUMP_MISSING),
+        (Fault.SHORT_DUMP, Reason.DUMP_MISSING),
+        (Fault.WRONG_IDS, Reason.WRONG_TOKENS),
+        (Fault.NONFINITE, Reason.NONFINITE),
+        (Fault.ERROR_RECORD, Reason.DUMP_FAILED),
+        (Fault.TORN_DUMP, Reason.DUMP_MISSING),
+        (Fault.CACHED, Reason.CACHED),
+    ],
+)
+async def test_a_row_whose_every_attempt_fails_is_given_up_with_the_reason(
+    tmp_path: Path, dump_root: Path, notes: Notes, fault: Fault, reason: Reason
+) -> None:
+    prompts = make_prompts(3, shortest=5)
+
+    def first_row_fails(number: int, rid: str) -> Fault | None:
+        return fault if ordinals_sent([rid]) == [0] else None
+
+    async with FakeServer(dump_root, faults=first_row_fails).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        options = options_for(server, path, tmp_path / "out", max_attempts=2, **TIMEOUTS)
+        summary = await run(options, notes)
+    assert summary.totals.by_reason == {reason: 1}
+    assert sorted(ordinals_sent(server.requests)) == [0, 0, 1, 2]
+    row = rows_of(tmp_path / "out")[0]
+    assert (row.state, row.reason, row.attempts) == (State.FAILED, reason, 2)
+    assert_whole(tmp_path / "out", prompts, without=[0])
+    assert dumps_under(dump_root) == []
+
+
+@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.RESET])
+async def test_trouble_that_is_not_the_prompts_costs_it_no_attempt(
+    tmp_path: Path, dump_root: Path, notes: Notes, fault: Fault
+) -> None:
+    prompts = make_prompts(1)
+    faults = faults_once(dict.fromkeys(range(1, 10), fault))
+    async with FakeServer(dump_root, faults=faults).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out", max_attempts=1), notes)
+    assert len(ordinals_sent(server.requests)) == 10
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_duplicates_of_pieces_never_make_a_sample(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    """A request that the server retracts and prefills again gives some rows twice."""
+    prompts = make_prompts(30, shortest=20)
+
+    def often(number: int, rid: str) -> Fault | None:
+        return Fault.DOUBLE_DUMP if number % 3 == 1 else None
+
+    async with FakeServer(dump_root, chunk_tokens=8, faults=often).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out", max_attempts=9), notes)
+    assert len(ordinals_sent(server.requests)) > 30
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_every_fault_at_once_ends_with_every_row_settled(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(120)
+    kinds = list(Fault)
+
+    def mixed(number: int, rid: str) -> Fault | None:
+        return kinds[number // 3 % len(kinds)] if number % 3 == 1 else None
+
+    async with FakeServer(dump_root, chunk_tokens=16, faults=mixed).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        # Chance alone must not use up a row's attempts.
+        options = options_for(
+            server, path, tmp_path / "out", concurrency=16, max_attempts=99, **TIMEOUTS
+        )
+        summary = await run(options, notes)
+    assert summary.totals.num_rows == 120
+    assert set(summary.totals.by_reason) <= {
+        Reason.REJECTED, Reason.WRONG_LAYOUT, Reason.TRUNCATED,
+    }  # fmt: skip
+    failed = {row.ordinal for row in rows_of(tmp_path / "out") if row.state is State.FAILED}
+    assert_whole(tmp_path / "out", prompts, without=failed)
+    assert dumps_under(dump_root) == []
+
+
+async def test_other_runs_dumps_are_left_alone(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    async with FakeServer(dump_root).running() as server:
+        server.dump("xtr-another-session-0-1", np.arange(5, dtype=np.int32))
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert len(dumps_under(dump_root)) == 1
+
+
+# --- resume -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 2, 17, 40, 60])
+async def test_a_run_that_was_cut_off_goes_on_where_it_stopped(
+    tmp_path: Path, dump_root: Path, notes: Notes, at: int
+) -> None:
+    prompts = make_prompts(60)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    tasks: list[asyncio.Task[RunSummary]] = []
+
+    def cut_off(number: int, rid: str) -> Fault | None:
+        if number == at:
+            tasks[0].cancel()
+        return None
+
+    async with FakeServer(dump_root, faults=cut_off, delay_s=0.001).running() as server:
+        options = options_for(server, path, tmp_path / "out", shard_bytes=40_000)
+        tasks.append(asyncio.create_task(run(options, notes)))
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        assert dumps_under(dump_root) == []
+    kept = stored_ordinals(tmp_path / "out")
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, path, tmp_path / "out", shard_bytes=40_000)
+        summary = await run(options, notes)
+    assert sorted(ordinals_sent(server.requests)) == sorted(set(range(60)) - kept)
+    assert summary.counters.settled_before == len(kept)
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "model"),
+    [
+        ("boundaries", FakeModel(layout=replace(LAYOUT, boundaries=(0, 2, 3)))),
+        ("hidden_size", FakeModel(layout=replace(LAYOUT, hidden_size=10))),
+        ("dtype", FakeModel(layout=replace(LAYOUT, dtype="F16"))),
+        ("last_kind", FakeModel(layout=replace(LAYOUT, last_kind="both"))),
+        ("vocab_size", FakeModel(vocab_size=1001)),
+        ("num_layers", FakeModel(num_layers=5)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_another_server_configuration_is_refused_by_field(
+    tmp_path: Path, dump_root: Path, notes: Notes, field: str, model: FakeModel
+) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    async with FakeServer(dump_root, model=model).running() as server:
+        with pytest.raises(ConfigMismatch, match=rf"\n  {field}: "):
+            await run(options_for(server, path, tmp_path / "out"), notes)
+        assert server.requests == []
+
+
+@pytest.mark.parametrize("is_server_there", [True, False])
+@pytest.mark.parametrize("rows", [5, 6, 4])
+async def test_a_changed_prompt_file_is_refused(
+    tmp_path: Path, dump_root: Path, notes: Notes, is_server_there: bool, rows: int
+) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, path, tmp_path / "out"), notes)
+        write_prompts(path, make_prompts(rows, seed=1))
+        if is_server_there:
+            with pytest.raises(ConfigMismatch, match=r"\n  inputs: "):
+                await run(options_for(server, path, tmp_path / "out"), notes)
+    if not is_server_there:
+        with pytest.raises((ConfigMismatch, ServerUnreachable)):
+            await run(options_for(server, path, tmp_path / "out"), notes)
+
+
+async def test_a_second_run_on_the_same_directory_says_who_has_it(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    (tmp_path / "out").mkdir()
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+        with (
+            exclusive(tmp_path / "out"),
+            pytest.raises(OutputBusy, match=f"process {os.getpid()}"),
+        ):
+            await run(options_for(server, path, tmp_path / "out"), notes)
+        await run(options_for(server, path, tmp_path / "out"), notes)
+
+
+# --- what a resume finds ----------------------------------------------------------------------
+
+
+async def test_a_shard_that_was_not_sealed_before_the_end_is_sealed_by_a_resume(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the last commit and the seal: no row is left to do, the shard is."""
+    prompts = make_prompts(8)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    async def killed(self: object, writer: object) -> None:
+        raise KeyError("stands in for a kill")
+
+    async with FakeServer(dump_root).running() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(extractor.run.Mover, "_finish", killed)
+            with pytest.raises(KeyError):
+                await run(options_for(server, path, tmp_path / "out"), notes)
+        assert stored_ordinals(tmp_path / "out") == set(range(8))
+        assert read_samples(tmp_path / "out") == {}
+        options = options_for(server, path, tmp_path / "out")
+        await run(options, notes)
+        assert len(ordinals_sent(server.requests)) == 8
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_sealing_the_last_shard_needs_no_server(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts(8)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    async def killed(self: object, writer: object) -> None:
+        raise KeyError("stands in for a kill")
+
+    async with FakeServer(dump_root).running() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(extractor.run.Mover, "_finish", killed)
+            with pytest.raises(KeyError):
+                await run(options_for(server, path, tmp_path / "out"), notes)
+        options = options_for(server, path, tmp_path / "out")
+    await run(options, notes)
+    assert_whole(tmp_path / "out", prompts)
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate"])
+async def test_samples_whose_bytes_are_gone_are_extracted_again(
+    tmp_path: Path, dump_root: Path, notes: Notes, damage: str
+) -> None:
+    prompts = make_prompts(30, shortest=20)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, path, tmp_path / "out", shard_bytes=40_000)
+        await run(options, notes)
+        shard = sorted((tmp_path / "out" / "shards").iterdir())[1]
+        if damage == "delete":
+            shard.unlink()
+        else:
+            os.truncate(shard, shard.stat().st_size - 3000)
+        await run(options, notes)
+        assert 30 < len(ordinals_sent(server.requests)) < 60
+    assert any("are gone; they are extracted again" in message for message in notes.messages)
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_dumps_that_a_dead_session_left_are_removed_by_the_next(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts(4)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, path, tmp_path / "out")
+        await run(options, notes)
+        rid = server.requests[-1]
+        server.dump(rid, np.arange(5, dtype=np.int32))
+        await run(options, notes)
+    assert dumps_under(dump_root) == []
+
+
+# --- the surroundings fail --------------------------------------------------------------------
+
+
+async def test_a_server_that_stops_answering_ends_the_run_and_rows_stay_resumable(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.run, "SERVER_SILENCE_S", 0.1)
+    prompts = make_prompts(40)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    reached = asyncio.Event()
+
+    def at_20(number: int, rid: str) -> Fault | None:
+        if number == 20:
+            reached.set()
+        return None
+
+    async with FakeServer(dump_root, faults=at_20, delay_s=0.01).running() as server:
+        options = options_for(server, path, tmp_path / "out", max_attempts=1)
+        task = asyncio.create_task(run(options, notes))
+        await reached.wait()
+    error = await raises_known(task)
+    assert isinstance(error, ServerLost)
+    assert exit_code(error) == 3
+    assert "run the same command again" in str(error)
+    rows = rows_of(tmp_path / "out")
+    assert State.FAILED not in {row.state for row in rows}
+    kept = stored_ordinals(tmp_path / "out")
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert sorted(ordinals_sent(server.requests)) == sorted(set(range(40)) - kept)
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_a_run_without_a_server_says_how_to_start_one(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    server = FakeServer(dump_root)
+    server.url = "http://127.0.0.1:9"
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+    with pytest.raises(ServerUnreachable, match=r"extractor serve"):
+        await run(options_for(server, path, tmp_path / "out"), notes)
+
+
+async def test_a_server_without_the_plugin_is_told_apart(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+        options = options_for(server, path, tmp_path / "out", dump_root=tmp_path / "elsewhere")
+        with pytest.raises(PluginError, match=r"no plugin that dumps under .*elsewhere"):
+            await run(options, notes)
+        assert server.requests == []
+
+
+async def test_a_probe_without_a_dump_stops_the_run_before_the_first_prompt(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.preflight, "PROBE_TIMEOUT_S", 0.2)
+    async with FakeServer(dump_root, faults=faults_once({0: Fault.NO_DUMP})).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+        with pytest.raises(PluginError, match="no dump of it arrived"):
+            await run(options_for(server, path, tmp_path / "out"), notes)
+        assert ordinals_sent(server.requests) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault.WRONG_IDS, Fault.WRONG_BOUNDARIES, Fault.ERROR_RECORD, Fault.CACHED, Fault.TRUNCATED],
+)
+async def test_a_bad_probe_dump_stops_the_run_before_the_first_prompt(
+    tmp_path: Path, dump_root: Path, notes: Notes, fault: Fault
+) -> None:
+    async with FakeServer(dump_root, faults=faults_once({0: fault})).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+        with pytest.raises(PluginError, match="probe prompt"):
+            await run(options_for(server, path, tmp_path / "out"), notes)
+        assert ordinals_sent(server.requests) == []
+    assert dumps_under(dump_root) == []
+
+
+async def test_a_removed_dump_directory_ends_the_run(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(30)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    moved = tmp_path / "moved"
+
+    def at_10(number: int, rid: str) -> Fault | None:
+        if number == 10:
+            server.directory.rename(moved)
+        return Fault.NO_DUMP if number >= 10 else None
+
+    async with FakeServer(dump_root, faults=at_10).running() as server:
+        task = asyncio.create_task(run(options_for(server, path, tmp_path / "out"), notes))
+        error = await raises_known(task)
+    assert isinstance(error, PluginError)
+    assert "is gone" in str(error)
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_a_full_output_disk_stops_with_exit_4_and_loses_nothing(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = make_prompts(60, shortest=20)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    room = 150_000
+    real = os.pwrite
+
+    def full(descriptor: int, data: bytes, offset: int, /) -> int:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if "/shards/" in name and offset + len(data) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+        return real(descriptor, data, offset)
+
+    async with FakeServer(dump_root).running() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            task = asyncio.create_task(run(options_for(server, path, tmp_path / "out"), notes))
+            error = await raises_known(task)
+        assert isinstance(error, SpaceError)
+        assert exit_code(error) == 4
+        assert dumps_under(dump_root) == []
+        kept = stored_ordinals(tmp_path / "out")
+        assert 0 < len(kept) < 60
+        before = len(server.requests)
+        await run(options_for(server, path, tmp_path / "out"), notes)
+        again = ordinals_sent(server.requests[before:])
+    assert sorted(again) == sorted(set(range(60)) - kept)
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+        options = options_for(server, path, tmp_path / "out")
+        monkeypatch.setattr(extractor.preflight, "free_bytes", lambda path: 1 << 20)
+        with pytest.raises(SpaceError, match="only 1 MiB free"):
+            await run(options, notes)
+        assert server.requests == []
+
+
+async def test_a_disk_that_takes_no_byte_is_full_not_forbidden(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+        options = options_for(server, path, tmp_path / "out")
+        monkeypatch.setattr(Path, "write_bytes", full)
+        with pytest.raises(SpaceError):
+            await run(options, notes)

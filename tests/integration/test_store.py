@@ -1,0 +1,266 @@
+"""The manifest on a real SQLite file."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlite_utils import Database
+
+from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError
+from manifest.records import Failed, Moved, Planned, Rejected, Shard, Source, Stored
+from manifest.states import Event, IllegalTransition, Reason, State
+from manifest.store import Store
+
+SOURCE = Source(number=0, path="p.jsonl", size_bytes=10, digest="d", num_rows=100)
+SHARD = Shard(
+    number=0, name="shard-000000.safetensors", data_start=4096, is_sealed=False, size_bytes=4096,
+    num_samples=0,
+)  # fmt: skip
+
+
+def planned(ordinal: int, key: str = "k") -> Planned:
+    return Planned(
+        ordinal=ordinal, source=0, line=ordinal + 1, label=None, key=f"{key}{ordinal}",
+        num_tokens=5, num_trained=2,
+    )  # fmt: skip
+
+
+def moved(ordinal: int, event: Event, attempts: int = 1) -> Moved:
+    return Moved(ordinal=ordinal, event=event, attempts=attempts)
+
+
+def way_to_store(ordinal: int, offset: int) -> list[Planned | Moved | Stored]:
+    return [
+        planned(ordinal),
+        *(moved(ordinal, event) for event in (Event.SEND, Event.DUMP, Event.VERIFY)),
+        Stored(ordinal=ordinal, shard=0, offset=offset, size_bytes=100, digest="x", num_pieces=1),
+    ]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "manifest.sqlite"
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[Store]:
+    store = Store.create_or_open(path)
+    store.begin({"model": "m", "boundaries": [1, 2]}, [SOURCE])
+    store.add_shard(SHARD)
+    yield store
+    store.close()
+
+
+def states(store: Store) -> dict[int, State]:
+    return {row.ordinal: row.state for row in store.rows()}
+
+
+def test_what_was_written_is_there_after_opening_again(store: Store, path: Path) -> None:
+    store.apply(way_to_store(0, 4096))
+    store.apply([
+        planned(1), moved(1, Event.SEND, attempts=3),
+        Rejected(ordinal=2, source=0, line=3, label='"a"', reason=Reason.BAD_JSON, detail="why"),
+        planned(3), Failed(ordinal=3, reason=Reason.CACHED, detail="c", attempts=4),
+    ])  # fmt: skip
+    other = Store.create_or_open(path)
+    try:
+        assert other.identity() == {"model": "m", "boundaries": [1, 2]}
+        assert other.sources() == [SOURCE]
+        assert states(other) == {
+            0: State.STORED, 1: State.SENT, 2: State.FAILED, 3: State.FAILED,
+        }  # fmt: skip
+        assert list(other.settled_ordinals()) == [0, 2, 3]
+        assert other.attempts() == {1: 3}
+        row = next(iter(other.rows(state=State.STORED)))
+        assert (row.shard, row.offset, row.size_bytes, row.digest) == (0, 4096, 100, "x")
+        (shard,) = other.shards()
+        assert (shard.size_bytes, shard.num_samples, shard.is_sealed) == (4196, 1, False)
+        assert other.integrity_problems() == []
+        totals = other.totals()
+        assert totals.by_reason == {Reason.BAD_JSON: 1, Reason.CACHED: 1}
+        assert (totals.num_rows, totals.stored_tokens, totals.stored_bytes) == (4, 5, 100)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        moved(0, Event.DUMP),
+        moved(0, Event.VERIFY),
+        Stored(ordinal=0, shard=0, offset=0, size_bytes=1, digest="x", num_pieces=1),
+        moved(1, Event.SEND),  # settled
+        moved(7, Event.SEND),  # never planned
+        Failed(ordinal=1, reason=Reason.CACHED, detail="", attempts=1),
+        Rejected(ordinal=1, source=0, line=2, label=None, reason=Reason.BAD_JSON, detail=""),
+    ],
+    ids=lambda change: f"{type(change).__name__}-{getattr(change, 'event', '')}",
+)
+def test_a_change_that_does_not_follow_is_refused_and_nothing_of_its_batch_stays(
+    store: Store, change: Moved
+) -> None:
+    store.apply([planned(0)])
+    store.apply(way_to_store(1, 4096))
+    before = list(store.rows())
+    with pytest.raises(IllegalTransition):
+        store.apply([planned(5), change])
+    assert list(store.rows()) == before
+
+
+def test_a_settled_row_is_not_planned_again(store: Store) -> None:
+    store.apply(way_to_store(1, 4096))
+    with pytest.raises(ManifestError, match="another prompt"):
+        store.apply([planned(1)])
+
+
+def test_an_unfinished_row_keeps_its_attempts_when_it_is_planned_again(store: Store) -> None:
+    store.apply([planned(0), moved(0, Event.SEND, attempts=2)])
+    assert store.reopen_unfinished() == 1
+    assert states(store) == {0: State.PLANNED}
+    store.apply([planned(0)])
+    assert store.attempts() == {0: 2}
+
+
+def test_another_prompt_under_the_same_ordinal_is_refused(store: Store) -> None:
+    store.apply([planned(0)])
+    with pytest.raises(ManifestError, match=r"row 0 \(line 1\) gives another prompt"):
+        store.apply([planned(0, key="other")])
+
+
+def test_only_rows_between_planned_and_stored_are_reopened(store: Store) -> None:
+    store.apply(way_to_store(0, 4096))
+    store.apply([planned(1), moved(1, Event.SEND), planned(2), moved(2, Event.SEND),
+                 moved(2, Event.DUMP), planned(3), moved(3, Event.SEND), moved(3, Event.DUMP),
+                 moved(3, Event.VERIFY), planned(4)])  # fmt: skip
+    assert store.reopen_unfinished() == 3
+    assert states(store) == {0: State.STORED, **dict.fromkeys(range(1, 5), State.PLANNED)}
+
+
+def test_forgotten_samples_are_planned_and_their_shard_is_open(store: Store) -> None:
+    store.apply([*way_to_store(0, 4096), *way_to_store(1, 4196), planned(2)])
+    store.seal_shard(0)
+    store.forget_stored([1, 2])
+    assert states(store) == {0: State.STORED, 1: State.PLANNED, 2: State.PLANNED}
+    (shard,) = store.shards()
+    assert (shard.is_sealed, shard.num_samples, shard.size_bytes) == (False, 1, 4196)
+    store.apply(way_to_store(1, 4196))
+    assert [row.ordinal for row in store.shard_rows(0)] == [0, 1]
+
+
+def test_forgetting_nothing_opens_no_shard(store: Store) -> None:
+    store.apply(way_to_store(0, 4096))
+    store.seal_shard(0)
+    store.forget_stored([])
+    assert store.shards()[0].is_sealed
+
+
+def test_samples_of_a_shard_come_in_file_order(store: Store) -> None:
+    store.apply([*way_to_store(3, 5000), *way_to_store(1, 6000), *way_to_store(2, 4096)])
+    assert [row.ordinal for row in store.shard_rows(0)] == [2, 3, 1]
+
+
+def test_rows_come_in_pages_without_loss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manifest.store._PAGE_ROWS", 7)
+    store.apply([planned(ordinal) for ordinal in range(50)])
+    assert [row.ordinal for row in store.rows()] == list(range(50))
+    assert list(store.settled_ordinals()) == []
+    store.apply([planned(ordinal) for ordinal in range(50, 56)])
+    assert len(list(store.rows())) == 56  # the last page is full
+
+
+def test_equal_keys_count_as_duplicates(store: Store) -> None:
+    changes = [*way_to_store(0, 4096), *way_to_store(1, 4196)]
+    changes[0] = planned(0, key="same")
+    changes[5] = Planned(
+        ordinal=1, source=0, line=2, label=None, key="same0", num_tokens=5, num_trained=2
+    )
+    store.apply(changes)
+    assert store.totals().duplicates == 1
+
+
+# --- opening ----------------------------------------------------------------------------------
+
+
+def test_reading_needs_a_manifest(path: Path) -> None:
+    with pytest.raises(ManifestMissing, match=r"no manifest there"):
+        Store.open_read_only(path)
+    assert not path.exists()
+
+
+def test_a_reader_sees_commits_of_a_writer_and_cannot_write(store: Store, path: Path) -> None:
+    reader = Store.open_read_only(path)
+    try:
+        store.apply([planned(0)])
+        assert states(reader) == {0: State.PLANNED}
+        store.apply([moved(0, Event.SEND)])
+        assert states(reader) == {0: State.SENT}
+        with pytest.raises(ManifestError, match="readonly"):
+            reader.apply([planned(1)])
+    finally:
+        reader.close()
+
+
+def test_a_manifest_of_a_newer_version_is_refused(store: Store, path: Path) -> None:
+    database = Database(sqlite3.connect(path))
+    database["_sqlite_migrations"].insert(
+        {"migration_set": "manifest", "name": "m999_future", "applied_at": "2100-01-01"}
+    )
+    database.conn.commit()
+    database.close()
+    for opener in (Store.create_or_open, Store.open_read_only):
+        with pytest.raises(ManifestError, match=r"newer version .*m999_future"):
+            opener(path)
+
+
+def test_a_manifest_that_was_never_begun_is_not_read(path: Path) -> None:
+    sqlite3.connect(path).close()
+    path.touch()
+    with pytest.raises(ManifestError, match="never begun"):
+        Store.open_read_only(path)
+
+
+def test_a_file_that_is_no_database_is_named(path: Path) -> None:
+    path.write_bytes(b"not a database at all, but long enough to be read as one" * 40)
+    for opener in (Store.create_or_open, Store.open_read_only):
+        with pytest.raises(ManifestError, match=r"manifest\.sqlite: not a sound manifest"):
+            opener(path)
+
+
+def test_a_full_disk_is_told_and_what_was_committed_stays(store: Store, path: Path) -> None:
+    store.apply([planned(0)])
+    store._db.execute("PRAGMA max_page_count = 20")
+    with pytest.raises(ManifestSpaceError, match=r"disk is full"):
+        store.apply([planned(ordinal) for ordinal in range(1, 5000)])
+    assert states(store) == {0: State.PLANNED}
+    store._db.execute("PRAGMA max_page_count = 1000000")
+    store.apply([planned(ordinal) for ordinal in range(1, 5000)])
+    assert len(states(store)) == 5000
+
+
+def test_damage_is_found_by_the_check(store: Store, path: Path) -> None:
+    store.apply([planned(ordinal) for ordinal in range(2000)])
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.close()
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"\xff" * 4096)
+    reader = Store.open_read_only(path)
+    try:
+        problems: list[str] = []
+        try:
+            problems = reader.integrity_problems()
+        except ManifestError as error:
+            problems = [str(error)]
+        assert problems
+    finally:
+        reader.close()
+
+
+def test_every_commit_is_on_the_disk_before_it_returns(store: Store) -> None:
+    ((mode,),) = store._db.execute("PRAGMA journal_mode").fetchall()
+    ((synchronous,),) = store._db.execute("PRAGMA synchronous").fetchall()
+    assert (mode, synchronous) == ("wal", 2)  # FULL

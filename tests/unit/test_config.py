@@ -1,0 +1,101 @@
+"""Bounds are checked where values are made, and a changed configuration is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import make_identity, make_ready
+
+from extractor.config import Identity, RunOptions
+from extractor.errors import ConfigMismatch, UsageError
+
+OTHER: dict[str, Any] = {
+    "architecture": "Other",
+    "config_digest": "other",
+    "vocab_size": 7,
+    "num_layers": 7,
+    "hidden_size": 7,
+    "dtype": "F32",
+    "boundaries": (0,),
+    "last_kind": "both",
+    "quantization": "fp8",
+    "tokenizer_digest": "other",
+    "template_digest": "other",
+    "inputs": ("other",),
+}
+
+
+def test_every_field_of_the_identity_has_a_case_here() -> None:
+    names = {field.name for field in dataclasses.fields(Identity)}
+    assert names == set(OTHER) | {"model"}
+
+
+@pytest.mark.parametrize("field", sorted(OTHER))
+def test_a_field_that_differs_is_named_with_both_values(field: str) -> None:
+    identity = make_identity()
+    identity.require_same(identity, out=Path("out"))
+    changed = dataclasses.replace(identity, **{field: OTHER[field]})
+    with pytest.raises(ConfigMismatch) as caught:
+        changed.require_same(identity, out=Path("out"))
+    lines = str(caught.value).splitlines()
+    assert lines[1] == (
+        f"  {field}: out has {getattr(identity, field)!r}, this run has {OTHER[field]!r}"
+    )
+    assert len(lines) == 3
+    assert "another --out" in lines[2]
+
+
+def test_all_differences_are_named_at_once_and_long_ones_are_cut() -> None:
+    changed = make_identity(dtype="F32", inputs=("x" * 32,) * 100)
+    with pytest.raises(ConfigMismatch) as caught:
+        changed.require_same(make_identity(), out=Path("out"))
+    assert len(str(caught.value).splitlines()) == 4
+    assert max(map(len, str(caught.value).splitlines())) < 300
+
+
+def test_a_model_that_was_moved_is_the_same_model() -> None:
+    make_identity(model="/elsewhere").require_same(make_identity(), out=Path("out"))
+
+
+def test_an_identity_survives_the_manifest() -> None:
+    identity = make_identity()
+    document = json.loads(json.dumps(identity.to_document() | {"run_id": "r"}))
+    assert Identity.from_document(document) == identity
+
+
+def test_an_identity_of_another_version_is_refused_by_field() -> None:
+    document = make_identity().to_document()
+    del document["dtype"]
+    with pytest.raises(ConfigMismatch, match=r"lacks the field\(s\) dtype"):
+        Identity.from_document(document)
+
+
+def test_an_identity_is_that_of_the_plugin_and_the_input() -> None:
+    identity = Identity.of(
+        make_ready(quantization="fp8"), tokenizer_digest="a", template_digest="b", inputs=("c",)
+    )
+    assert identity == make_identity(
+        quantization="fp8", tokenizer_digest="a", template_digest="b", inputs=("c",)
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("concurrency", 0), ("shard_bytes", 0), ("num_movers", 0), ("max_attempts", 0),
+        ("request_timeout_s", 0), ("dump_timeout_s", -1), ("server_wait_s", -0.1),
+        ("shm_budget_bytes", 0),
+    ],
+)  # fmt: skip
+def test_an_option_out_of_bounds_is_named(field: str, value: float) -> None:
+    with pytest.raises(UsageError, match=rf"{field} must be >= .*, is {value}"):
+        RunOptions(prompts=(Path("p"),), **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_run_needs_prompts() -> None:
+    with pytest.raises(UsageError, match="prompt file"):
+        RunOptions(prompts=())

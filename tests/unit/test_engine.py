@@ -1,0 +1,104 @@
+"""How SGLang is started: flags by version, the plugin's variables, and what must not be given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extractor.engine import PRESETS, ServeOptions, graph_arguments
+from extractor.errors import UsageError
+from server_patch.settings import Settings
+
+
+def options(**changes: Any) -> ServeOptions:
+    return ServeOptions(model="m", **changes)
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [
+        ("0.5.11", True), ("0.5.14", True), ("0.5.14.post2", True), ("0.5.15", False),
+        ("0.5.15.post1", False), ("0.5.15rc1", False), ("0.5.23", False), ("0.6.0", False),
+        ("1.0", False),
+    ],
+)  # fmt: skip
+def test_graphs_are_off_in_both_phases_in_every_version(version: str, old: bool) -> None:
+    found = graph_arguments(version)
+    assert len(found) == 2
+    assert ("--disable-cuda-graph" in found) is old
+    command = options().command("python", engine_version=version)
+    assert set(found) <= set(command)
+
+
+def test_the_command_is_ours_then_the_presets_then_the_users() -> None:
+    command = options(
+        port=1234, host="0.0.0.0", preset="multi-gpu", arguments=("--tp", "8")
+    ).command("/py", engine_version="0.5.23")
+    assert command[:9] == [
+        "/py", "-m", "sglang.launch_server", "--model-path", "m", "--host", "0.0.0.0",
+        "--port", "1234",
+    ]  # fmt: skip
+    assert command[-2:] == ["--tp", "8"]
+    assert command.index("--attention-backend") < command.index("--tp")
+
+
+@pytest.mark.parametrize("radix_cache", [True, False])
+def test_the_prefix_cache_is_off_unless_asked_for(radix_cache: bool) -> None:
+    command = options(radix_cache=radix_cache).command("p", engine_version="0.5.23")
+    assert ("--disable-radix-cache" in command) is not radix_cache
+
+
+def test_the_plugin_understands_the_variables_it_is_given(tmp_path: Path) -> None:
+    made = options(
+        dump_root=tmp_path, layers="3,31,59", last_kind="both", ring_bytes=1 << 20, ring_slots=3,
+        num_writers=5, file_mode="660",
+    ).environment({"PATH": "/bin", "NCCL_PROTO": "x"}, boot_id="boot-1")  # fmt: skip
+    assert made["PATH"] == "/bin"
+    assert made["NCCL_PROTO"] == "x"
+    assert Settings.from_environ(made) == Settings(
+        dump_dir=tmp_path, boundaries=(3, 31, 59), last_kind="both", ring_bytes=1 << 20,
+        ring_slots=3, num_writers=5, file_mode=0o660, boot_id="boot-1",
+    )  # fmt: skip
+
+
+def test_a_relative_dump_root_is_made_absolute() -> None:
+    made = options(dump_root=Path("here")).plugin_environment(boot_id="b")
+    assert Path(made["SGLANG_HS_DUMP_DIR"]).is_absolute()
+
+
+def test_a_preset_sets_what_it_says() -> None:
+    made = options(preset="multi-gpu").environment({}, boot_id="b")
+    assert made["NCCL_PROTO"] == "LL"
+    assert "NCCL_PROTO" not in options().environment({}, boot_id="b")
+    assert set(PRESETS) == {"none", "multi-gpu"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arguments": ("--model-path", "x")}, "give --model-path to"),
+        ({"arguments": ("--port=1",)}, "give --port to"),
+        ({"arguments": ("--tp", "2", "--speculative-algorithm=EAGLE")}, "--speculative-algorithm"),
+        ({"preset": "other"}, "unknown preset"),
+        ({"layers": "a,b"}, "a,b"),
+        ({"layers": "3,2"}, "ascend"),
+        ({"last_kind": "none"}, "post, pre or both"),
+        ({"file_mode": "999"}, "octal"),
+        ({"ring_slots": 1}, "2..64"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        options(**changes)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:30000"), ("0.0.0.0", "http://127.0.0.1:30000")],
+)
+def test_a_server_that_listens_everywhere_is_reached_here(host: str, url: str) -> None:
+    assert options(host=host).url == url

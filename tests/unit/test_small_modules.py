@@ -1,0 +1,67 @@
+"""Tables, amounts, provenance, and the examples in docstrings."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import pkgutil
+
+import pytest
+from helpers import make_identity
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extractor.dataset import dataset_document
+from extractor.tables import amount, parse_bytes, table
+
+PACKAGES = ("extractor", "manifest", "prompts")
+# The plugin's modules import torch and sglang; these two are what the client shares.
+MODULES = [
+    *(
+        f"{package}.{module.name}"
+        for package in PACKAGES
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
+        if module.name != "__main__"
+    ),
+    "server_patch.dump_format",
+    "server_patch.settings",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_are_true(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_some_docstrings_have_examples() -> None:
+    attempted = sum(doctest.testmod(importlib.import_module(name)).attempted for name in MODULES)
+    assert attempted >= 10
+
+
+def test_columns_are_aligned() -> None:
+    assert table([("stored", "1,000"), ("a", "7")]) == "stored  1,000\na           7"
+    assert table([]) == ""
+
+
+@given(st.floats(0, 2**60))
+def test_amounts_are_readable_again(size: float) -> None:
+    text = amount(size)
+    assert len(text) <= 14
+    assert parse_bytes(text) == pytest.approx(size, rel=0.06, abs=1)
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1", "1.5X", "GiB", "nan", "inf", "1e400", "1e308T"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        parse_bytes(text)
+
+
+def test_provenance_names_layers_in_both_conventions() -> None:
+    identity = make_identity(boundaries=(2, 4, 5), inputs=("a", "b"))
+    document = json.loads(dataset_document(identity, engine_version="0.5.23"))
+    assert document["boundaries"] == [2, 4, 5]
+    assert document["layer_outputs"] == [1, 3, 4]
+    assert document["engine_version"] == "0.5.23"
+    for field, value in identity.to_document().items():
+        assert document[field] == (list(value) if isinstance(value, tuple) else value)

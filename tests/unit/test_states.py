@@ -1,0 +1,54 @@
+"""The state machine is total, and its words are closed lists."""
+
+from __future__ import annotations
+
+import pytest
+
+from manifest.states import TRANSITIONS, Event, IllegalTransition, Reason, State, advance
+from prompts.types import RowReason
+
+PAIRS = [(state, event) for state in State for event in Event]
+
+
+def test_every_state_has_its_transitions() -> None:
+    assert set(TRANSITIONS) == set(State)
+
+
+@pytest.mark.parametrize(("state", "event"), PAIRS)
+def test_every_pair_leads_to_a_state_or_is_refused(state: State, event: Event) -> None:
+    if event in TRANSITIONS[state]:
+        assert advance(state, event) is TRANSITIONS[state][event]
+    else:
+        with pytest.raises(IllegalTransition, match=f"{event} from {state}"):
+            advance(state, event)
+
+
+def test_the_way_to_store_is_the_only_one() -> None:
+    path = [Event.SEND, Event.DUMP, Event.VERIFY, Event.STORE]
+    state = State.PLANNED
+    for event in path:
+        others = set(path) - {event}
+        assert not others & set(TRANSITIONS[state]), state
+        state = advance(state, event)
+    assert state is State.STORED
+
+
+@pytest.mark.parametrize("state", State)
+def test_terminal_states_are_left_by_nothing_and_all_others_can_fail(state: State) -> None:
+    assert state.is_terminal == (state in (State.STORED, State.FAILED))
+    if state.is_terminal:
+        assert TRANSITIONS[state] == {}
+    else:
+        assert advance(state, Event.FAIL) is State.FAILED
+        assert advance(state, Event.RETRY) is State.PLANNED
+
+
+def test_every_state_can_be_reached() -> None:
+    reached = {State.PLANNED}
+    while new := {after for state in reached for after in TRANSITIONS[state].values()} - reached:
+        reached |= new
+    assert reached == set(State)
+
+
+def test_every_reason_of_an_input_row_is_a_reason_of_the_manifest() -> None:
+    assert {reason.value for reason in RowReason} <= {reason.value for reason in Reason}
