@@ -1,0 +1,141 @@
+"""The inner model's forward, wrapped: the tuple that capturing makes of its result ends here.
+
+A server with the plugin must answer as one without it. So the wrapper returns what the unpatched
+forward returns, and switches the engine's capture points on only for the forwards that hold
+requests of ours; every other forward, captured decode graphs included, runs the plain model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from server_patch import engine
+from server_patch.arm import CapturePoints
+from server_patch.spans import is_ours
+from server_patch.staging import States
+from server_patch.tap import Tap
+
+logger = logging.getLogger(__name__)
+
+
+class NormProbe:
+    """Keeps h[n], which the engine hands to nobody: the residual that the final norm adds up."""
+
+    def __init__(self, norm: Any) -> None:
+        self._listening = False
+        self._seen: torch.Tensor | None = None
+        norm.register_forward_hook(self._after_norm)
+
+    def listen(self) -> None:
+        self._seen = None
+        self._listening = True
+
+    def take(self) -> torch.Tensor | None:
+        """h[n] [T, H] of the forward since `listen`, or None if the norm did not show it.
+
+        Not a copy: good until the next kernel on this stream that writes to it.
+        """
+        seen, self._seen, self._listening = self._seen, None, False
+        return seen
+
+    def _after_norm(self, _module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if not self._listening:
+            return
+        if isinstance(output, tuple):
+            # The fused kernel adds the residual in place and returns the sum.
+            self._seen = output[1]
+        elif inputs and inputs[0].data_ptr() != output.data_ptr():
+            # No residual apart: the input is h[n], unless the norm overwrote it.
+            self._seen = inputs[0]
+
+
+class Capture:
+    """Decides per forward, runs it, and hands what it captured to the tap."""
+
+    def __init__(
+        self,
+        *,
+        points: CapturePoints,
+        rid_prefix: str,
+        shares_forward: bool,
+    ) -> None:
+        """shares_forward: under DP attention the ranks of one forward hold different requests, and
+        capturing may complete a reduction over all of them. They must then decide alike, by what
+        they all know.
+        """
+        self._points = points
+        self._rid_prefix = rid_prefix
+        self._shares_forward = shares_forward
+        self._tap: Tap | None = None
+        self._norm_probe: NormProbe | None = None
+
+    def connect(self, tap: Tap | None, norm_probe: NormProbe | None) -> None:
+        """Where the states go. Without a tap (other ranks) they are captured and dropped."""
+        self._tap = tap
+        self._norm_probe = norm_probe
+
+    def run(self, forward_batch: Any, call: Callable[[], Any]) -> Any:
+        """`call()` is the original forward; returns what it would have returned without us."""
+        ours = engine.is_prefill(forward_batch) and any(
+            is_ours(rid, self._rid_prefix) for rid in engine.request_ids(forward_batch)
+        )
+        armed = engine.any_rank_prefills(forward_batch) if self._shares_forward else ours
+        if not armed:
+            return call()
+        tap = self._tap if ours else None
+        probe = self._norm_probe if tap is not None else None
+        if probe is not None:
+            probe.listen()
+        with self._points.active():
+            result = call()
+        last_pre = probe.take() if probe is not None else None
+        captured = isinstance(result, tuple) and len(result) == 2
+        hidden = result[0] if captured else result
+        if tap is not None:
+            _hand_over(tap, forward_batch, hidden, result[1] if captured else None, last_pre)
+        return hidden
+
+
+def _hand_over(
+    tap: Tap, forward_batch: Any, last: torch.Tensor, aux: Any, last_pre: torch.Tensor | None
+) -> None:
+    """Give one forward's states to `tap`; whatever fails is recorded, never raised."""
+    try:
+        rids = engine.request_ids(forward_batch)
+        if aux is None:
+            tap.refuse(rids, "the engine captured nothing in this forward")
+            return
+        try:
+            batch = engine.read_batch(forward_batch)
+            states = States(aux=aux, last=last, last_pre=last_pre, input_ids=batch.input_ids)
+        except Exception as error:
+            tap.refuse(rids, f"the batch cannot be read: {error}")
+            return
+        tap.take(batch, states)
+    except Exception:
+        logger.exception("hidden states: a forward could not be handed over")
+
+
+def install(inner: Any, capture: Capture) -> None:
+    """Replace `inner.forward` on the instance by one that goes through `capture`."""
+    original = inner.forward
+    names = list(inspect.signature(original).parameters)
+    if "forward_batch" not in names:
+        raise engine.EngineError(f"{type(inner).__name__}.forward takes no forward_batch: {names}")
+    position = names.index("forward_batch")
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if "forward_batch" in kwargs:
+            forward_batch = kwargs["forward_batch"]
+        else:
+            forward_batch = args[position]
+        return capture.run(forward_batch, lambda: original(*args, **kwargs))
+
+    inner.forward = forward

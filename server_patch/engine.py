@@ -1,0 +1,334 @@
+"""Every attribute of SGLang that the plugin touches, one look-up per fact.
+
+SGLang moves things between releases; this module is the only one that follows. Written against
+0.5.11, 0.5.15.post1 and 0.5.23. A look-up that fails raises EngineError with the name of what
+moved. Nothing of sglang is imported before a look-up is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+#: Hook targets. The second only refines the first (see `note_prompt_lengths`).
+LOAD_MODEL: Final = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+INIT_FORWARD_BATCH: Final = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+
+_STATE_DTYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+class EngineError(RuntimeError):
+    """This SGLang does not have what the plugin needs; the message names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a loaded model runner tells of itself."""
+
+    engine_version: str
+    device: torch.device  # where the states are
+    host: str
+    port: int
+    model_path: str
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    dtype: str  # safetensors name
+    tp_size: int
+    dp_size: int
+    rank: int | None  # data-parallel rank; None where the engine does not say
+    is_writer: bool  # attention-tensor-parallel rank 0
+    shares_forward: bool  # data-parallel groups run one forward together (DP attention)
+    chunked_prefill_size: int  # tokens, -1 when off
+    max_forward_rows: int  # tokens one prefill forward may hold
+    radix_cache: bool
+    quantization: str | None
+    kv_cache_dtype: str | None
+
+
+def read_facts(runner: Any) -> Facts:
+    """Facts of a `ModelRunner` whose model is loaded. Raises EngineError."""
+    args = _get(runner, "server_args")
+    config = _get(runner, "model_config")
+    text_config = _get(config, "hf_text_config", "hf_config")
+    dtype = _get(config, "dtype")
+    if dtype not in _STATE_DTYPES:
+        raise EngineError(f"the model runs in {dtype}, not in bfloat16, float16 or float32")
+    groups, replicas = _data_parallel_sizes(args)
+    chunk = int(getattr(args, "chunked_prefill_size", None) or -1)
+    whole = int(getattr(args, "max_prefill_tokens", None) or 16384)
+    return Facts(
+        engine_version=version(),
+        device=next(_get(runner, "model").parameters()).device,
+        host=str(_get(args, "host")),
+        port=int(_get(args, "port")),
+        model_path=str(_get(args, "model_path")),
+        vocab_size=int(_get(config, "vocab_size")),
+        num_layers=int(_get(text_config, "num_hidden_layers")),
+        hidden_size=int(_get(text_config, "hidden_size")),
+        dtype=_STATE_DTYPES[dtype],
+        tp_size=int(_get(args, "tp_size")),
+        dp_size=groups * replicas,
+        rank=_data_parallel_rank(runner, groups=groups, replicas=replicas),
+        is_writer=_attention_tp_rank() == 0,
+        shares_forward=groups > 1,
+        chunked_prefill_size=chunk if chunk > 0 else -1,
+        max_forward_rows=chunk if chunk > 0 else whole,
+        radix_cache=not _get(args, "disable_radix_cache"),
+        quantization=_text_or_none(getattr(args, "quantization", None)),
+        kv_cache_dtype=_text_or_none(getattr(args, "kv_cache_dtype", None)),
+    )
+
+
+def is_draft(runner: Any) -> bool:
+    """Is this the runner of a speculative drafter?"""
+    return bool(_get(runner, "is_draft_worker"))
+
+
+def refusals(runner: Any) -> list[str]:
+    """Settings of the server under which rows would be missing or wrong, each with the way out."""
+    args = _get(runner, "server_args")
+
+    def setting(name: str, default: Any = None) -> Any:
+        return getattr(args, name, default)
+
+    reasons = []
+    if int(setting("pp_size", 1) or 1) > 1:
+        reasons.append(
+            "pipeline parallel splits the layers over processes: use --pp-size 1 and more tensor "
+            "parallel"
+        )
+    if setting("speculative_algorithm"):
+        reasons.append("a speculative drafter is configured: drop --speculative-algorithm")
+    if setting("enable_two_batch_overlap"):
+        reasons.append("two-batch overlap captures nothing: drop --enable-two-batch-overlap")
+    if setting("enable_pdmux"):
+        reasons.append("PD multiplexing runs prefill past the model's forward: drop --enable-pdmux")
+    if setting("enable_torch_compile"):
+        reasons.append("torch.compile replays no Python: drop --enable-torch-compile")
+    if setting("dllm_algorithm"):
+        reasons.append("diffusion language models recompute their rows: drop --dllm-algorithm")
+    if int(setting("attn_cp_size", 1) or 1) > 1 or any(
+        setting(name)
+        for name in (
+            "enable_prefill_cp",
+            "enable_prefill_context_parallel",
+            "enable_nsa_prefill_context_parallel",
+            "enable_dsa_prefill_context_parallel",
+        )
+    ):
+        reasons.append(
+            "context parallel splits and reorders the rows: drop --attn-cp-size and the prefill "
+            "context-parallel options"
+        )
+    if setting("enable_return_aux_hidden_states") or setting("aux_hidden_state_capture"):
+        reasons.append(
+            "the engine's own aux capture is on, and would be turned off by ours: drop "
+            "--enable-return-aux-hidden-states"
+        )
+    graphs = _prefill_graphs(args, next(_get(runner, "model").parameters()).device)
+    if graphs:
+        reasons.append(graphs)
+    return reasons
+
+
+def _prefill_graphs(args: Any, device: torch.device) -> str | None:
+    """Why prefill forwards would be replayed without Python, or None when they would not."""
+    if device.type != "cuda":
+        return None
+    config = getattr(args, "cuda_graph_config", None)
+    if config is not None:  # 0.5.15 and newer
+        backend = getattr(_get(config, "prefill"), "backend", None)
+        if str(backend).lower() == "disabled":
+            return None
+        return (
+            f"prefill CUDA graphs ({backend}) replay no Python: start the server with "
+            "--cuda-graph-backend-prefill disabled"
+        )
+    if getattr(args, "disable_piecewise_cuda_graph", None) is False:  # 0.5.11
+        return (
+            "piecewise CUDA graphs replay no Python: start the server with "
+            "--disable-piecewise-cuda-graph"
+        )
+    return None
+
+
+def captures_boundary_zero() -> bool:
+    """Can capture points stand before the first layer?
+
+    Older engines add `hidden_states + residual` there, and the residual is still None: the first
+    request would end the server.
+    """
+    return importlib.util.find_spec("sglang.srt.layers.layer_boundary") is not None
+
+
+def config_digest(runner: Any) -> str:
+    """sha256 of the model's config.json as canonical JSON (sorted keys, no spaces)."""
+    config_file = Path(str(_get(_get(runner, "server_args"), "model_path"))) / "config.json"
+    try:
+        document = json.loads(config_file.read_bytes())
+    except (OSError, ValueError):  # a model named by hub id: the file is somewhere in a cache
+        document = _get(_get(runner, "model_config"), "hf_config").to_dict()
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def version() -> str:
+    return str(importlib.import_module("sglang.version").__version__)
+
+
+def register_after(target: str, hook: Callable[..., Any]) -> None:
+    """Call `hook(result, *args, **kwargs)` after every call of `target`."""
+    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry.register(target, hook, registry.HookType.AFTER)
+
+
+# ---- one forward -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The host-side description of one prefill forward; see `spans.plan_spans`."""
+
+    rids: Sequence[str]
+    extend_lens: list[int]
+    prefix_lens: list[int]
+    prompt_lens: Sequence[int] | None
+    live_rows: int | None
+    input_ids: torch.Tensor  # [rows, padding included]
+
+
+def is_prefill(forward_batch: Any) -> bool:
+    """Does this forward extend prompts? False for decode, idle, and batches only dressed as one."""
+    mode = getattr(forward_batch, "forward_mode", None)
+    if mode is None or mode.name not in ("EXTEND", "MIXED"):
+        return False
+    # DP attention relabels decode and idle batches, so that all ranks run the same shape.
+    return getattr(forward_batch, "_original_forward_mode", None) is None
+
+
+def request_ids(forward_batch: Any) -> Sequence[str]:
+    return getattr(forward_batch, "rids", None) or ()
+
+
+def any_rank_prefills(forward_batch: Any) -> bool:
+    """Does any data-parallel rank extend in this forward? The same answer on all of them."""
+    return bool(getattr(forward_batch, "is_extend_in_batch", True))
+
+
+def read_batch(forward_batch: Any) -> Batch:
+    """Raises EngineError."""
+    # Before padding, counted by the engine; 0 or absent means it did not count.
+    live_rows = getattr(forward_batch, "global_num_token_non_padded_cpu", None) or getattr(
+        forward_batch, "num_token_non_padded_cpu", None
+    )
+    return Batch(
+        rids=request_ids(forward_batch),
+        extend_lens=_int_list(forward_batch, "extend_seq_lens_cpu"),
+        prefix_lens=_int_list(forward_batch, "extend_prefix_lens_cpu"),
+        prompt_lens=getattr(request_ids(forward_batch), "prompt_lens", None),
+        live_rows=int(live_rows) if live_rows else None,
+        input_ids=_get(forward_batch, "input_ids"),
+    )
+
+
+class RequestIds(list[str]):
+    """A batch's list of rids that knows how long the prompts are.
+
+    The engine copies a batch field by field on its way to the model, and an attribute of ours would
+    not come along; what hangs on a field's value does.
+    """
+
+    prompt_lens: list[int]  # tokens of each request's prompt
+
+
+def note_prompt_lengths(forward_batch: Any, _cls: Any, batch: Any, *_: Any, **__: Any) -> None:
+    """After `ForwardBatch.init_new`: keep how long each request's prompt is.
+
+    The forward batch does not say where a prompt ends, and rows past its end are decoded tokens: in
+    a mixed chunk, or when a retracted request is computed again.
+    """
+    if not is_prefill(forward_batch):
+        return
+    try:
+        rids = RequestIds(forward_batch.rids)
+        rids.prompt_lens = [len(request.origin_input_ids) for request in batch.reqs]
+        forward_batch.rids = rids
+    except (AttributeError, TypeError):
+        pass  # without it nothing is cut, and the client sees the surplus rows
+
+
+# ---- look-ups ----------------------------------------------------------------------------------
+
+
+def _attention_tp_rank() -> int:
+    parallel = _parallel_context()
+    if parallel is not None:
+        return int(parallel.attn_tp_rank)
+    return int(importlib.import_module("sglang.srt.layers.dp_attention").get_attention_tp_rank())
+
+
+def _data_parallel_sizes(args: Any) -> tuple[int, int]:
+    """Attention groups within one forward, and replicas with forwards of their own."""
+    dp_size = int(_get(args, "dp_size"))
+    groups = getattr(args, "attn_dp_size", None)
+    if groups is not None:  # 0.5.23 tells the two apart
+        return int(groups), dp_size
+    return (dp_size, 1) if _get(args, "enable_dp_attention") else (1, dp_size)
+
+
+def _data_parallel_rank(runner: Any, *, groups: int, replicas: int) -> int | None:
+    if groups == 1 and replicas == 1:
+        return 0
+    parallel = _parallel_context()
+    if groups > 1:
+        if parallel is not None:
+            return int(parallel.attn_dp_rank)
+        module = importlib.import_module("sglang.srt.layers.dp_attention")
+        return int(module.get_attention_dp_rank())
+    for owner in (runner, parallel):
+        rank = getattr(owner, "dp_rank", None)
+        if rank is not None:
+            return int(rank)
+    return None
+
+
+def _parallel_context() -> Any:
+    """`get_parallel()` of 0.5.15 and newer, None before."""
+    try:
+        return importlib.import_module("sglang.srt.runtime_context").get_parallel()
+    except (ImportError, AttributeError):
+        return None
+
+
+def _get(owner: Any, *names: str) -> Any:
+    for name in names:
+        try:
+            return getattr(owner, name)
+        except AttributeError:
+            continue
+    raise EngineError(f"{type(owner).__name__} has no {' or '.join(names)} in SGLang {version()}")
+
+
+def _int_list(owner: Any, name: str) -> list[int]:
+    """A list attribute, which DP attention replaces by a host tensor."""
+    values = _get(owner, name)
+    if values is None:
+        raise EngineError(f"{type(owner).__name__}.{name} is None")
+    if isinstance(values, torch.Tensor):
+        if values.device.type != "cpu":
+            raise EngineError(f"{type(owner).__name__}.{name} is not in host memory")
+        values = values.tolist()
+    return [int(value) for value in values]
+
+
+def _text_or_none(value: Any) -> str | None:
+    return None if value is None else str(value)

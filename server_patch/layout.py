@@ -1,0 +1,76 @@
+"""How the rows of one forward lie in a staging slot. Pure; no tensors.
+
+```
+| aux: rows x k*H | pad | last: rows x H | pad | last_pre: rows x H | pad | input_ids: rows |
+```
+
+Sections follow `dump_format.TENSOR_ORDER` and begin on multiples of `SLOT_ALIGNMENT`. Within a
+section rows are packed, so a request's rows are one run of bytes per section, and a dump is written
+as its header and those runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from server_patch.dump_format import ITEM_BYTES, LAST_TENSORS, TENSOR_ORDER, LastKind
+
+#: Bytes; enough for a typed view of any element and for wide device copies.
+SLOT_ALIGNMENT: Final = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One tensor's rows within a slot."""
+
+    name: str
+    dtype: str  # safetensors name
+    width: int  # elements per row
+    offset: int  # bytes from the start of the slot
+    row_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What every row of this server's dumps holds."""
+
+    num_boundaries: int
+    hidden_size: int
+    dtype: str  # safetensors name of the states' dtype
+    last_kind: LastKind
+
+    def _columns(self) -> list[tuple[str, str, int]]:
+        """(name, dtype, elements per row), in file order."""
+        widths = {"aux": (self.dtype, self.num_boundaries * self.hidden_size)}
+        for name in LAST_TENSORS[self.last_kind]:
+            widths[name] = (self.dtype, self.hidden_size)
+        widths["input_ids"] = ("I32", 1)
+        return [(name, *widths[name]) for name in TENSOR_ORDER if name in widths]
+
+    def sections(self, rows: int) -> list[Section]:
+        """Places of the tensors of `rows` rows, in file order."""
+        sections = []
+        offset = 0
+        for name, dtype, width in self._columns():
+            row_bytes = width * ITEM_BYTES[dtype]
+            sections.append(
+                Section(name=name, dtype=dtype, width=width, offset=offset, row_bytes=row_bytes)
+            )
+            offset += rows * row_bytes
+            offset += -offset % SLOT_ALIGNMENT
+        return sections
+
+    def size_bytes(self, rows: int) -> int:
+        """Bytes that `rows` rows take in a slot."""
+        last = self.sections(rows)[-1]
+        return last.offset + rows * last.row_bytes
+
+    @property
+    def bytes_per_row(self) -> int:
+        return sum(width * ITEM_BYTES[dtype] for _, dtype, width in self._columns())
+
+    def rows_in(self, size_bytes: int) -> int:
+        """Most rows that fit in `size_bytes`, 0 when not even one does."""
+        padding = (len(self._columns()) - 1) * SLOT_ALIGNMENT
+        return max(0, (size_bytes - padding) // self.bytes_per_row)

@@ -1,0 +1,112 @@
+"""The staging memory between the device and the files: a bounded set of equal slots.
+
+A slot is taken by the forward thread, filled by one copy, and given back when the last file made
+from it is written. When none is free the forward thread waits: back-pressure, never a drop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from server_patch.layout import SLOT_ALIGNMENT, Layout
+
+#: Most staging memory taken unless the user says otherwise.
+MAX_PINNED_BYTES: Final = 4 << 30
+MAX_PLAIN_BYTES: Final = 256 << 20
+
+
+class RingError(RuntimeError):
+    """The ring cannot be made as asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingPlan:
+    """Sizes of a ring."""
+
+    num_slots: int
+    slot_rows: int  # tokens that fit in one slot
+    slot_bytes: int
+    total_bytes: int
+
+
+def plan_ring(
+    *, layout: Layout, forward_rows: int, num_slots: int, total_bytes: int | None, pinned: bool
+) -> RingPlan:
+    """Sizes for forwards of up to `forward_rows` tokens.
+
+    total_bytes: what the user allows; None means `num_slots` whole forwards, capped by device.
+    A slot that cannot hold a whole forward is legal: such a forward is split over several.
+    Raises RingError when not even one row fits.
+    """
+    whole = layout.size_bytes(forward_rows)
+    whole += -whole % SLOT_ALIGNMENT
+    if total_bytes is None:
+        total_bytes = min(num_slots * whole, MAX_PINNED_BYTES if pinned else MAX_PLAIN_BYTES)
+        if pinned:
+            # The pinned allocator hands out powers of two; the rest would be wasted.
+            total_bytes = 1 << (total_bytes - 1).bit_length()
+    num_slots = max(num_slots, total_bytes // whole)
+    slot_bytes = min(whole, total_bytes // num_slots // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
+    slot_rows = forward_rows if slot_bytes == whole else layout.rows_in(slot_bytes)
+    if slot_rows < 1:
+        raise RingError(
+            f"a ring of {total_bytes} bytes in {num_slots} slots holds no row of "
+            f"{layout.bytes_per_row} bytes: raise SGLANG_HS_RING_BYTES"
+        )
+    return RingPlan(
+        num_slots=num_slots, slot_rows=slot_rows, slot_bytes=slot_bytes, total_bytes=total_bytes
+    )
+
+
+class Slot:
+    """One part of the ring. Owned by whoever acquired it until its uses are all done."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor  # [slot_bytes] uint8, host
+        self.memory = memoryview(tensor.numpy())
+        # Set by the copy: what a writer waits for before it reads the slot.
+        self.copied: Any = None
+        self.uses = 0
+
+
+class Ring:
+    """The slots, and the waiting for them."""
+
+    def __init__(self, plan: RingPlan, *, pinned: bool) -> None:
+        self.plan = plan
+        # One allocation, kept for the life of the process: pinning is slow and needs contiguity.
+        # Touched at once, so that the first forwards do not pay for page faults.
+        memory = torch.zeros(plan.total_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._free = [
+            Slot(memory[i * plan.slot_bytes : (i + 1) * plan.slot_bytes])
+            for i in reversed(range(plan.num_slots))
+        ]
+        self._condition = threading.Condition()
+
+    def acquire(self) -> tuple[Slot, float]:
+        """A free slot and the seconds waited for it. Blocks as long as it takes."""
+        with self._condition:
+            if self._free:
+                return self._free.pop(), 0.0
+            begun = time.perf_counter()
+            while not self._free:
+                self._condition.wait()
+            return self._free.pop(), time.perf_counter() - begun
+
+    def hold(self, slot: Slot, uses: int) -> None:
+        """Say how many `release` calls will give the slot back."""
+        slot.uses = uses
+
+    def release(self, slot: Slot) -> None:
+        """One use of the slot is over."""
+        with self._condition:
+            slot.uses -= 1
+            if slot.uses <= 0:
+                slot.copied = None
+                self._free.append(slot)
+                self._condition.notify()

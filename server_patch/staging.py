@@ -1,0 +1,145 @@
+"""From the tensors of a forward to a staging slot, without stopping the forward thread.
+
+Both stagers first gather the wanted rows in the slot's layout. On a CPU that is the copy. On a GPU
+the gathering runs on the compute stream into memory of our own, in order with the model's kernels,
+so whatever the engine overwrites afterwards (in-place norms, communication buffers, the next
+forward) cannot reach it; one copy to the host then runs on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from server_patch.layout import Layout
+from server_patch.ring import Slot
+
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+}
+
+
+class StagingError(RuntimeError):
+    """The engine's tensors do not have the shape that was armed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """What one forward produced. All tensors have the same number of rows T, padding included."""
+
+    aux: Any  # [T, k*H], or a list of k tensors [T, H], in ascending boundary order
+    last: torch.Tensor  # [T, H], after the final norm
+    last_pre: torch.Tensor | None  # [T, H], before it; None unless asked for
+    input_ids: torch.Tensor  # [T]
+
+    def check(self, layout: Layout) -> None:
+        """Raises StagingError unless every tensor has the shape that `layout` promises."""
+        rows, hidden = self.last.shape[0], layout.hidden_size
+        wanted = {"last": (self.last, hidden)}
+        if isinstance(self.aux, torch.Tensor):
+            wanted["aux"] = (self.aux, layout.num_boundaries * hidden)
+        else:
+            if len(self.aux) != layout.num_boundaries:
+                raise StagingError(
+                    f"{layout.num_boundaries} boundaries are armed, {len(self.aux)} were captured"
+                )
+            wanted.update({f"aux[{i}]": (part, hidden) for i, part in enumerate(self.aux)})
+        if layout.last_kind in ("pre", "both"):
+            if self.last_pre is None:
+                raise StagingError("the final norm did not show its input")
+            wanted["last_pre"] = (self.last_pre, hidden)
+        for name, (tensor, width) in wanted.items():
+            if tuple(tensor.shape) != (rows, width):
+                raise StagingError(f"{name} is {list(tensor.shape)}, must be {[rows, width]}")
+        if self.input_ids.dim() != 1 or self.input_ids.shape[0] < rows:
+            raise StagingError(f"input_ids is {list(self.input_ids.shape)}, must be [>= {rows}]")
+
+
+def gather(states: States, layout: Layout, flat: torch.Tensor, *, begin: int, end: int) -> None:
+    """Copy rows begin..end of every tensor to `flat` (uint8, same device), as `layout` says."""
+    rows = end - begin
+    for section in layout.sections(rows):
+        part = flat[section.offset : section.offset + rows * section.row_bytes]
+        target = part.view(TORCH_DTYPES[section.dtype]).view(rows, section.width)
+        if section.name == "aux" and not isinstance(states.aux, torch.Tensor):
+            hidden = layout.hidden_size
+            for index, tensor in enumerate(states.aux):
+                column = target[:, index * hidden : (index + 1) * hidden]
+                column.copy_(tensor[begin:end])
+        elif section.name == "input_ids":
+            target.copy_(states.input_ids[begin:end].unsqueeze(1))
+        else:
+            target.copy_(getattr(states, section.name)[begin:end])
+
+
+class Stager(Protocol):
+    """Fills slots."""
+
+    pinned: bool
+
+    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+        """Begin to fill `slot` with rows begin..end; sets `slot.copied`."""
+
+    def wait(self, slot: Slot) -> None:
+        """Block the calling writer thread until `slot` is filled."""
+
+    def enter_thread(self) -> None:
+        """Called once by each writer thread before anything else."""
+
+
+class CpuStager:
+    """The states are in host memory: a plain copy, done when `stage` returns."""
+
+    pinned = False
+
+    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+        gather(states, layout, slot.tensor, begin=begin, end=end)
+
+    def wait(self, slot: Slot) -> None:
+        return None
+
+    def enter_thread(self) -> None:
+        return None
+
+
+class CudaStager:
+    """The states are on a GPU: gather on the compute stream, copy on a stream of our own."""
+
+    pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copy_stream = torch.cuda.Stream(device=device)
+
+    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+        size_bytes = layout.size_bytes(end - begin)
+        packed = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        gather(states, layout, packed, begin=begin, end=end)
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copy_stream):
+            slot.tensor[:size_bytes].copy_(packed, non_blocking=True)
+            # Blocking: the waiting writer sleeps instead of spinning on a core.
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._copy_stream)
+        slot.copied = copied
+        # The block goes back to the allocator now, but is not handed out before the copy is over.
+        packed.record_stream(self._copy_stream)
+
+    def wait(self, slot: Slot) -> None:
+        slot.copied.synchronize()
+
+    def enter_thread(self) -> None:
+        # A fresh thread would otherwise touch device 0, and open a context there.
+        torch.cuda.set_device(self._device)
+
+
+def make_stager(device: torch.device) -> Stager:
+    """The stager for states on `device`."""
+    if device.type == "cuda":
+        return CudaStager(device)
+    return CpuStager()

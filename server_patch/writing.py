@@ -1,0 +1,117 @@
+"""Everything a writer's rank runs besides the capture, put together: ring, copies, threads, tap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from server_patch import ready
+from server_patch.capture import NormProbe
+from server_patch.engine import Facts
+from server_patch.home import Home
+from server_patch.layout import Layout
+from server_patch.ring import Ring, RingPlan, plan_ring
+from server_patch.settings import Settings
+from server_patch.staging import make_stager
+from server_patch.stats import Stats
+from server_patch.tap import Identity, Tap
+from server_patch.writer import WriterPool
+
+#: One thread fills about 2.4 GB/s of fresh memory pages; a GPU can ask for more than that.
+_WRITERS_CUDA: Final = 4
+_WRITERS_CPU: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """The running parts that the rest of the plugin has to do with."""
+
+    settings: Settings
+    facts: Facts
+    home: Home
+    boundaries: tuple[int, ...]
+    tap: Tap
+    norm_probe: NormProbe | None
+    ring_plan: RingPlan
+    num_writers: int
+
+    def tell_ready(self, *, architecture: str, config_digest: str) -> None:
+        """Write READY.json. Raises OSError."""
+        document = ready.make_ready(
+            facts=self.facts,
+            boot_id=self.home.boot_id,
+            rank=self.home.rank,
+            architecture=architecture,
+            config_digest=config_digest,
+            boundaries=self.boundaries,
+            last_kind=self.settings.last_kind,
+            rid_prefix=self.settings.rid_prefix,
+            ring_bytes=self.ring_plan.total_bytes,
+            num_writers=self.num_writers,
+        )
+        ready.tell_ready(self.home.directory, document, file_mode=self.home.file_mode)
+
+
+def start_writing(
+    *,
+    settings: Settings,
+    facts: Facts,
+    home: Home,
+    boundaries: tuple[int, ...],
+    final_norm: Any,
+) -> Writing:
+    """Allocate the ring and start the threads.
+
+    final_norm: the module to read h[n] from, None when it is not stored.
+    Raises RingError, or what the device says to the allocation.
+    """
+    layout = Layout(
+        num_boundaries=len(boundaries),
+        hidden_size=facts.hidden_size,
+        dtype=facts.dtype,
+        last_kind=settings.last_kind,
+    )
+    stager = make_stager(facts.device)
+    plan = plan_ring(
+        layout=layout,
+        forward_rows=facts.max_forward_rows,
+        num_slots=settings.ring_slots,
+        total_bytes=settings.ring_bytes,
+        pinned=stager.pinned,
+    )
+    ring = Ring(plan, pinned=stager.pinned)
+    stats = Stats()
+    num_writers = settings.num_writers or (_WRITERS_CUDA if stager.pinned else _WRITERS_CPU)
+    writers = WriterPool(
+        directory=home.directory,
+        file_mode=home.file_mode,
+        num_writers=num_writers,
+        layout=layout,
+        ring=ring,
+        stager=stager,
+        stats=stats,
+    )
+    writers.start()
+    tap = Tap(
+        identity=Identity(
+            boundaries=boundaries,
+            boot_id=home.boot_id,
+            rank=home.rank,
+            rid_prefix=settings.rid_prefix,
+        ),
+        layout=layout,
+        ring=ring,
+        stager=stager,
+        writers=writers,
+        stats=stats,
+    )
+    return Writing(
+        settings=settings,
+        facts=facts,
+        home=home,
+        boundaries=boundaries,
+        tap=tap,
+        norm_probe=NormProbe(final_norm) if final_norm is not None else None,
+        ring_plan=plan,
+        num_writers=num_writers,
+    )

@@ -1,0 +1,338 @@
+"""The entry point, the directories, and the refusals, without an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from server_patch import engine, plugin
+from server_patch.dump_format import FAILED_NAME, READY_NAME, decode_ready
+from server_patch.engine import EngineError, RequestIds
+from server_patch.home import HomeError, make_boot_id, make_home
+from server_patch.ready import own_start_ticks
+from server_patch.settings import SettingsError
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SGLANG_HS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(engine, "version", lambda: "9.9.9")
+
+
+class FakeInner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(8))
+        self.norm = torch.nn.Identity()
+        self.layers_to_capture: list[int] = []
+
+    def forward(self, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+        return input_ids
+
+
+class FakeForCausalLM(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = FakeInner()
+        self.capture_aux_hidden_states = False
+
+    def set_eagle3_layers_to_capture(self, ids: list[int]) -> None:
+        self.capture_aux_hidden_states = True
+        self.model.layers_to_capture = [value + 1 for value in ids]
+
+
+def make_runner(tmp_path: Path, **args: Any) -> Any:
+    (tmp_path / "config.json").write_text('{"b": 1, "a": [2]}')
+    server_args: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 30000,
+        "model_path": str(tmp_path),
+        "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
+        "enable_dp_attention": False,
+        "speculative_algorithm": None,
+        "chunked_prefill_size": 64,
+        "max_prefill_tokens": 16384,
+        "disable_radix_cache": True,
+        "kv_cache_dtype": "auto",
+        "quantization": None,
+    }
+    text_config = SimpleNamespace(num_hidden_layers=8, hidden_size=16)
+    return SimpleNamespace(
+        is_draft_worker=False,
+        model=FakeForCausalLM(),
+        server_args=SimpleNamespace(**{**server_args, **args}),
+        model_config=SimpleNamespace(
+            hf_text_config=text_config, dtype=torch.bfloat16, vocab_size=512
+        ),
+    )
+
+
+@pytest.fixture
+def armed_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A dump root, and an engine that is attention-TP rank 0."""
+    root = tmp_path / "root"
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(root))
+    monkeypatch.setenv("SGLANG_HS_BOOT_ID", "boot")
+    monkeypatch.setattr(engine, "_attention_tp_rank", lambda: 0)
+    return root
+
+
+def test_without_a_dump_dir_nothing_is_imported_or_registered() -> None:
+    code = (
+        "import sys; from server_patch.plugin import register; register(); import os; "
+        "heavy = [m for m in ('torch', 'sglang', 'numpy') if m in sys.modules]; "
+        "assert not heavy, heavy; assert 'SGLANG_HS_BOOT_ID' not in os.environ"
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_HS_")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ)
+
+
+def test_registering_makes_one_boot_id_and_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    registered: list[str] = []
+    monkeypatch.setattr(engine, "register_after", lambda target, hook: registered.append(target))
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path))
+    # Remembered for removal: `register` sets it behind the fixture's back.
+    monkeypatch.setenv("SGLANG_HS_BOOT_ID", "x")
+    monkeypatch.delenv("SGLANG_HS_BOOT_ID")
+    plugin.register()
+    first = os.environ["SGLANG_HS_BOOT_ID"]
+    plugin.register()
+    assert os.environ["SGLANG_HS_BOOT_ID"] == first
+    assert set(registered) == {engine.LOAD_MODEL, engine.INIT_FORWARD_BATCH}
+
+
+def test_bad_settings_leave_their_reason_under_the_root(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path))
+    monkeypatch.setenv("SGLANG_HS_BOOT_ID", "boot")
+    monkeypatch.setenv("SGLANG_HS_LAST", "none")
+    for _ in range(2):  # each process of the server
+        with pytest.raises(SettingsError):
+            plugin.register()
+    failed = json.loads((tmp_path / "boot" / "0" / FAILED_NAME).read_bytes())
+    assert failed["reason"] == "SGLANG_HS_LAST must be post, pre or both, is 'none'"
+
+
+def test_a_loaded_model_is_armed_and_ready(armed_environment: Path, tmp_path: Path) -> None:
+    runner = make_runner(tmp_path)
+    plain = runner.model.model.forward
+    plugin._after_load_model(None, runner)
+    ready = decode_ready((armed_environment / "boot" / "0" / READY_NAME).read_bytes())
+    assert ready.boundaries == (2, 4, 5)
+    assert (ready.pid, ready.pid_start_ticks) == (os.getpid(), own_start_ticks())
+    assert (ready.architecture, ready.dtype, ready.num_writers) == ("FakeForCausalLM", "BF16", 1)
+    assert (ready.radix_cache, ready.chunked_prefill_size) == (False, 64)
+    assert ready.config_digest == hashlib.sha256(b'{"a":[2],"b":1}').hexdigest()
+    assert runner.model.capture_aux_hidden_states is False
+    assert runner.model.model.forward is not plain
+    assert (armed_environment / "boot").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_engine_of_the_same_tree_gets_a_directory_of_its_own(
+    armed_environment: Path, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        plugin._after_load_model(None, make_runner(tmp_path))
+    boots = {path.parent.parent.name for path in armed_environment.glob(f"*/0/{READY_NAME}")}
+    assert len(boots) == 2
+    for boot in boots:
+        ready = decode_ready((armed_environment / boot / "0" / READY_NAME).read_bytes())
+        assert ready.boot_id == boot
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"pp_size": 2}, "--pp-size 1"),
+        ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"attn_cp_size": 2}, "--attn-cp-size"),
+        ({"enable_prefill_context_parallel": True}, "context parallel"),
+        ({"enable_return_aux_hidden_states": True}, "--enable-return-aux-hidden-states"),
+    ],
+)
+def test_refusals_say_which_flag_to_change(
+    args: dict[str, Any], reason: str, armed_environment: Path, tmp_path: Path
+) -> None:
+    runner = make_runner(tmp_path, **args)
+    plugin._after_load_model(None, runner)
+    assert os.listdir(armed_environment / "boot" / "0") == [FAILED_NAME]
+    failed = json.loads((armed_environment / "boot" / "0" / FAILED_NAME).read_bytes())
+    assert reason in failed["reason"]
+    assert runner.model.capture_aux_hidden_states is False
+    assert "forward" not in vars(runner.model.model)
+
+
+@pytest.mark.parametrize(
+    ("args", "flag"),
+    [
+        ({"disable_piecewise_cuda_graph": False}, "--disable-piecewise-cuda-graph"),
+        ({"disable_piecewise_cuda_graph": True}, None),
+        (
+            {"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))},
+            "--cuda-graph-backend-prefill disabled",
+        ),
+        ({"cuda_graph_config": SimpleNamespace(prefill=SimpleNamespace(backend="disabled"))}, None),
+        ({}, None),
+    ],
+)
+def test_prefill_graphs_are_refused_on_cuda_only(args: dict[str, Any], flag: str | None) -> None:
+    server_args = SimpleNamespace(**args)
+    reason = engine._prefill_graphs(server_args, torch.device("cuda", 0))
+    assert (flag in reason) if flag and reason else (reason is None)
+    assert engine._prefill_graphs(server_args, torch.device("cpu")) is None
+
+
+def test_other_ranks_arm_and_write_nothing(
+    armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_attention_tp_rank", lambda: 1)
+    runner = make_runner(tmp_path)
+    plugin._after_load_model(None, runner)
+    assert not armed_environment.exists()
+    assert "forward" in vars(runner.model.model)
+
+
+def test_a_writer_that_cannot_start_keeps_the_capture_of_all_ranks_alike(
+    armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's capture may hold collectives: rank 0 must go on taking part in them."""
+    monkeypatch.setenv("SGLANG_HS_RING_BYTES", "65536")
+    runner = make_runner(tmp_path)
+    runner.model_config.hf_text_config.hidden_size = 1 << 20
+    plugin._after_load_model(None, runner)
+    assert os.listdir(armed_environment / "boot" / "0") == [FAILED_NAME]
+    assert "forward" in vars(runner.model.model)
+
+
+def test_draft_models_are_left_alone(armed_environment: Path, tmp_path: Path) -> None:
+    runner = make_runner(tmp_path)
+    runner.is_draft_worker = True
+    plugin._after_load_model(None, runner)
+    assert not armed_environment.exists()
+
+
+def test_nothing_that_fails_reaches_the_engine(
+    armed_environment: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    armed_environment.write_text("a file where the root should be")
+    with caplog.at_level(logging.ERROR):
+        plugin._after_load_model(None, SimpleNamespace())
+        plugin._after_load_model(None, make_runner(tmp_path))
+    assert "SimpleNamespace has no is_draft_worker in SGLang 9.9.9" in caplog.text
+    assert "nothing will be written" in caplog.text
+
+
+class TestHome:
+    def make(self, root: Path, **change: Any) -> Any:
+        fields = {"boot_id": "b", "rank": 0, "num_ranks": 2, "file_mode": 0o640}
+        return make_home(root, directory_mode=0o750, **{**fields, **change})
+
+    def test_ranks_share_a_boot_and_modes_are_exact(self, tmp_path: Path) -> None:
+        before = os.umask(0o077)
+        try:
+            homes = [self.make(tmp_path / "r", rank=rank) for rank in range(2)]
+        finally:
+            os.umask(before)
+        assert [home.directory for home in homes] == [tmp_path / "r/b/0", tmp_path / "r/b/1"]
+        assert (tmp_path / "r/b/1").stat().st_mode & 0o777 == 0o750
+
+    def test_a_rank_the_engine_does_not_tell_is_the_first_free_one(self, tmp_path: Path) -> None:
+        assert [self.make(tmp_path, rank=None).rank for _ in range(3)] == [0, 1, 0]
+        assert len(list(tmp_path.iterdir())) == 2
+
+    def test_it_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("server_patch.home.secrets.token_hex", lambda n: "same")
+        self.make(tmp_path)
+        self.make(tmp_path)
+        with pytest.raises(HomeError):
+            self.make(tmp_path)
+
+    def test_boot_ids_differ(self) -> None:
+        assert make_boot_id() != make_boot_id()
+
+
+class TestBatch:
+    def make(self, **change: Any) -> Any:
+        fields: dict[str, Any] = {
+            "forward_mode": SimpleNamespace(name="EXTEND"),
+            "rids": ["xtr-a", "b"],
+            "extend_seq_lens_cpu": [3, 4],
+            "extend_prefix_lens_cpu": torch.tensor([0, 5]),
+            "input_ids": torch.arange(7),
+        }
+        return SimpleNamespace(**{**fields, **change})
+
+    def test_host_tensors_become_lists(self) -> None:
+        batch = engine.read_batch(self.make())
+        assert (batch.extend_lens, batch.prefix_lens) == ([3, 4], [0, 5])
+        assert (batch.live_rows, batch.prompt_lens) == (None, None)
+
+    @pytest.mark.parametrize(
+        "name", ["num_token_non_padded_cpu", "global_num_token_non_padded_cpu"]
+    )
+    def test_live_rows_have_a_name_per_release(self, name: str) -> None:
+        assert engine.read_batch(self.make(**{name: 7})).live_rows == 7
+        assert engine.read_batch(self.make(**{name: 0})).live_rows is None
+
+    def test_what_moved_is_named(self) -> None:
+        batch = self.make()
+        del batch.extend_seq_lens_cpu
+        with pytest.raises(EngineError, match=r"no extend_seq_lens_cpu in SGLang 9\.9\.9"):
+            engine.read_batch(batch)
+
+    def test_prompt_lengths_travel_with_the_rids(self) -> None:
+        forward_batch = self.make()
+        requests = [SimpleNamespace(origin_input_ids=[1] * n) for n in (3, 9)]
+        schedule_batch = SimpleNamespace(reqs=requests)
+        engine.note_prompt_lengths(forward_batch, object, schedule_batch, "runner", key=1)
+        assert forward_batch.rids == ["xtr-a", "b"]
+        assert isinstance(forward_batch.rids, RequestIds)
+        assert engine.read_batch(forward_batch).prompt_lens == [3, 9]
+
+    def test_prompt_lengths_are_not_needed(self) -> None:
+        forward_batch = self.make()
+        engine.note_prompt_lengths(forward_batch, object, SimpleNamespace(reqs=[object()]))
+        assert forward_batch.rids == ["xtr-a", "b"]
+        assert engine.read_batch(forward_batch).prompt_lens is None
+
+
+@pytest.mark.parametrize(
+    ("args", "total", "shares"),
+    [
+        ({"dp_size": 4}, 4, False),
+        ({"dp_size": 4, "enable_dp_attention": True}, 4, True),
+        ({"dp_size": 1, "attn_dp_size": 4, "enable_dp_attention": True}, 4, True),
+        ({"dp_size": 4, "attn_dp_size": 1}, 4, False),
+    ],
+)
+def test_data_parallel_sizes(
+    args: dict[str, Any],
+    total: int,
+    shares: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_attention_tp_rank", lambda: 0)
+    parallel = SimpleNamespace(attn_dp_rank=2, dp_rank=3)
+    monkeypatch.setattr(engine, "_parallel_context", lambda: parallel)
+    facts = engine.read_facts(make_runner(tmp_path, **args))
+    assert (facts.dp_size, facts.shares_forward) == (total, shares)
+    assert facts.rank == (2 if shares else 3)

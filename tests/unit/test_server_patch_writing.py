@@ -1,0 +1,398 @@
+"""Ring, staging, files and threads: from tensors to whole files, on the CPU."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server_patch import files
+from server_patch.dump_format import decode_error, is_dump_name, is_error_name, read_header
+from server_patch.engine import Batch
+from server_patch.layout import Layout
+from server_patch.ring import Ring, RingError, RingPlan, plan_ring
+from server_patch.staging import CpuStager, StagingError, States, gather
+from server_patch.stats import STATS_NAME, Stats
+from server_patch.tap import Identity, Tap
+from server_patch.writer import WriterPool
+
+K, H = 3, 4
+LAYOUT = Layout(num_boundaries=K, hidden_size=H, dtype="F32", last_kind="both")
+
+
+def make_states(rows: int, *, packed: bool = False, ids: list[int] | None = None) -> States:
+    """Row r of boundary i holds 100 * r + 10 * i + column."""
+    base = 100.0 * torch.arange(rows).unsqueeze(1) + torch.arange(H)
+    aux: Any = [base + 10 * i for i in range(K)]
+    if packed:
+        aux = torch.cat(aux, dim=-1)
+    input_ids = torch.tensor(ids) if ids is not None else torch.arange(rows)
+    return States(aux=aux, last=base + 1000, last_pre=base + 2000, input_ids=input_ids)
+
+
+def make_batch(lens: list[int], rids: list[str] | None = None, **extra: Any) -> Batch:
+    rids = rids or [f"xtr-{i}" for i in range(len(lens))]
+    fields: dict[str, Any] = {
+        "rids": rids,
+        "extend_lens": lens,
+        "prefix_lens": [0] * len(lens),
+        "prompt_lens": None,
+        "live_rows": sum(lens),
+        "input_ids": torch.arange(sum(lens)),
+    }
+    return Batch(**{**fields, **extra})
+
+
+class Rig:
+    """A tap with everything behind it, in one directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        slot_rows: int = 64,
+        num_slots: int = 2,
+        start: bool = True,
+        stager: Any = None,
+    ) -> None:
+        self.directory = directory
+        self.stats = Stats()
+        slot_bytes = LAYOUT.size_bytes(slot_rows) // 256 * 256 + 256
+        self.ring = Ring(
+            RingPlan(
+                num_slots=num_slots,
+                slot_rows=slot_rows,
+                slot_bytes=slot_bytes,
+                total_bytes=num_slots * slot_bytes,
+            ),
+            pinned=False,
+        )
+        stager = stager or CpuStager()
+        self.writers = WriterPool(
+            directory=directory,
+            file_mode=0o640,
+            num_writers=2,
+            layout=LAYOUT,
+            ring=self.ring,
+            stager=stager,
+            stats=self.stats,
+        )
+        self.tap = Tap(
+            identity=Identity(boundaries=(2, 4, 5), boot_id="boot", rank=1, rid_prefix="xtr-"),
+            layout=LAYOUT,
+            ring=self.ring,
+            stager=stager,
+            writers=self.writers,
+            stats=self.stats,
+        )
+        if start:
+            self.writers.start()
+
+    def names(self, wanted: Callable[[str], bool]) -> list[str]:
+        return sorted(name for name in os.listdir(self.directory) if wanted(name))
+
+    def wait(self, *, dumps: int = 0, errors: int = 0) -> None:
+        until = time.monotonic() + 10
+        while (len(self.names(is_dump_name)), len(self.names(is_error_name))) != (dumps, errors):
+            assert time.monotonic() < until, os.listdir(self.directory)
+            time.sleep(0.005)
+
+    def dumps(self) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+        for name in self.names(is_dump_name):
+            path = self.directory / name
+            found = read_header(path)
+            data = bytearray(path.read_bytes())
+            tensors = {
+                tensor: torch.frombuffer(
+                    data,
+                    dtype=torch.int32 if span.dtype == "I32" else torch.float32,
+                    count=span.size_bytes // 4,
+                    offset=span.begin,
+                ).view(span.shape)
+                for tensor, span in found.tensors.items()
+            }
+            yield found.header, tensors
+
+    def reasons(self) -> dict[str, str]:
+        records = [
+            decode_error((self.directory / name).read_bytes()) for name in self.names(is_error_name)
+        ]
+        return {record.rid: record.reason for record in records}
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def assert_rows(header: Any, tensors: dict[str, torch.Tensor], first_row: int) -> None:
+    """The dump holds rows first_row .. of `make_states`."""
+    truth = make_states(200)
+    rows = slice(first_row, first_row + header.rows)
+    assert torch.equal(tensors["aux"], torch.cat(truth.aux, dim=-1)[rows])
+    assert torch.equal(tensors["last"], truth.last[rows])
+    assert truth.last_pre is not None
+    assert torch.equal(tensors["last_pre"], truth.last_pre[rows])
+    assert torch.equal(tensors["input_ids"], truth.input_ids[rows].int())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_request_gets_its_own_rows(rig: Rig, packed: bool) -> None:
+    batch = make_batch([7, 5, 9], ["xtr-a", "other", "xtr-b"], prefix_lens=[0, 0, 32])
+    rig.tap.take(batch, make_states(24, packed=packed))  # 3 rows of padding
+    rig.wait(dumps=2)
+    (a, a_tensors), (b, b_tensors) = rig.dumps()
+    assert (a.rid, a.start, a.rows, a.counter) == ("xtr-a", 0, 7, 0)
+    assert (b.rid, b.start, b.rows, b.counter) == ("xtr-b", 32, 9, 1)
+    assert (a.boundaries, a.boot_id, a.rank, a.last_kind) == ((2, 4, 5), "boot", 1, "both")
+    assert_rows(a, a_tensors, 0)
+    assert_rows(b, b_tensors, 12)
+    assert (rig.directory / "0000000000.safetensors").stat().st_mode & 0o777 == 0o640
+    assert not list(rig.directory.glob(".tmp-*"))
+
+
+def test_a_forward_larger_than_a_slot_is_split(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slot_rows=10)
+    rig.tap.take(make_batch([25, 3, 4]), make_states(32))
+    rig.wait(dumps=6)
+    pieces = sorted((header.rid, header.start, header.rows) for header, _ in rig.dumps())
+    assert pieces == [
+        ("xtr-0", 0, 10),
+        ("xtr-0", 10, 10),
+        ("xtr-0", 20, 5),
+        ("xtr-1", 0, 3),
+        ("xtr-2", 0, 2),
+        ("xtr-2", 2, 2),
+    ]
+    begins = {"xtr-0": 0, "xtr-1": 25, "xtr-2": 28}
+    for header, tensors in rig.dumps():
+        assert_rows(header, tensors, begins[header.rid] + header.start)
+
+
+def test_a_full_ring_makes_the_forward_wait_and_drops_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, num_slots=2, start=False)
+    done = threading.Event()
+
+    def forwards() -> None:
+        for _ in range(5):
+            rig.tap.take(make_batch([3]), make_states(3))
+        done.set()
+
+    thread = threading.Thread(target=forwards)
+    thread.start()
+    assert not done.wait(0.2)  # two slots are filled, the third forward waits
+    assert rig.stats.snapshot().forwards == 2
+    rig.writers.start()
+    assert done.wait(10)
+    thread.join()
+    rig.wait(dumps=5)
+    counters = rig.stats.snapshot()
+    assert counters.forwards == counters.pieces == 5
+    assert 0.1 < counters.ring_wait_seconds <= counters.tap_seconds
+
+
+def test_a_batch_that_contradicts_itself_becomes_error_records(rig: Rig) -> None:
+    rig.tap.take(make_batch([7, 5], ["xtr-a", "other"], live_rows=13), make_states(16))
+    rig.wait(errors=1)
+    assert "requests have 12 rows, the batch 13" in rig.reasons()["xtr-a"]
+    rig.tap.take(make_batch([4]), make_states(4))  # and the next forward is fine
+    rig.wait(dumps=1, errors=1)
+
+
+def test_states_of_another_shape_become_error_records(rig: Rig) -> None:
+    good = make_states(4)
+    wrong = [
+        States(aux=good.aux[:2], last=good.last, last_pre=good.last_pre, input_ids=good.input_ids),
+        States(aux=good.aux, last=good.last, last_pre=None, input_ids=good.input_ids),
+        States(
+            aux=[part[:2] for part in good.aux],
+            last=good.last,
+            last_pre=good.last_pre,
+            input_ids=good.input_ids,
+        ),
+    ]
+    for number, states in enumerate(wrong):
+        with pytest.raises(StagingError):
+            states.check(LAYOUT)
+        rig.tap.take(make_batch([4], [f"xtr-{number}"]), states)
+    rig.wait(errors=3)
+    reasons = rig.reasons()
+    assert "3 boundaries are armed, 2 were captured" in reasons["xtr-0"]
+    assert "final norm" in reasons["xtr-1"]
+    assert "aux[0] is [2, 4], must be [4, 4]" in reasons["xtr-2"]
+
+
+def test_a_copy_that_fails_gives_the_slot_back(tmp_path: Path) -> None:
+    class Broken(CpuStager):
+        def stage(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("no copy")
+
+    rig = Rig(tmp_path, num_slots=2, stager=Broken())
+    for i in range(5):
+        rig.tap.take(make_batch([3], [f"xtr-{i}"]), make_states(3))
+    rig.wait(errors=5)
+    assert "RuntimeError: no copy" in rig.reasons()["xtr-4"]
+
+
+def test_a_full_file_system_becomes_an_error_record(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.writev
+    filled = threading.Event()
+
+    def writev(descriptor: int, buffers: list[memoryview]) -> int:
+        if sum(len(part) for part in buffers) < 300:
+            return real(descriptor, buffers)  # an error record
+        if filled.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        filled.set()
+        return real(descriptor, [buffers[0][:10]])
+
+    monkeypatch.setattr(files.os, "writev", writev)
+    rig.tap.take(make_batch([9]), make_states(9))
+    rig.wait(errors=1)
+    assert "No space left on device" in rig.reasons()["xtr-0"]
+    assert not list(rig.directory.glob(".tmp-*"))
+    assert rig.names(is_error_name) == ["0000000000.error.json"]  # the dump's own number
+    monkeypatch.undo()
+    for _ in range(4):  # and no slot was lost
+        rig.tap.take(make_batch([9]), make_states(9))
+    rig.wait(dumps=4, errors=1)
+
+
+def test_a_removed_directory_is_counted_and_survived(tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    rig = Rig(directory)
+    directory.rmdir()
+    for _ in range(4):
+        rig.tap.take(make_batch([9]), make_states(9))
+    until = time.monotonic() + 10
+    while rig.stats.snapshot().errors_lost < 4:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    directory.mkdir()
+    rig.tap.take(make_batch([9]), make_states(9))
+    rig.wait(dumps=1)
+
+
+def test_counters_are_shown_in_a_file(rig: Rig) -> None:
+    rig.tap.take(make_batch([9, 2], ["xtr-a", "other"]), make_states(11))
+    until = time.monotonic() + 10
+    shown: dict[str, Any] = {}
+    while shown.get("pieces") != 1:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+        path = rig.directory / STATS_NAME
+        if path.exists():
+            shown = json.loads(path.read_bytes())
+    assert (shown["forwards"], shown["rows"], shown["foreign_requests"]) == (1, 9, 1)
+    assert shown["dump_bytes"] == (rig.directory / "0000000000.safetensors").stat().st_size
+
+
+class TestWriteWhole:
+    def test_short_writes_are_continued(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = os.writev
+
+        def short(descriptor: int, buffers: list[memoryview]) -> int:
+            return real(descriptor, [buffers[0][:3]])
+
+        monkeypatch.setattr(files.os, "writev", short)
+        parts = [b"header--", memoryview(b"0123456789"), b"", b"end"]
+        assert files.write_whole(tmp_path, "x", parts, mode=0o600) == 21
+        assert (tmp_path / "x").read_bytes() == b"header--0123456789end"
+
+    def test_a_real_full_device(self, tmp_path: Path) -> None:
+        (tmp_path / ".tmp-x").symlink_to("/dev/full")
+        with pytest.raises(FileExistsError):  # nobody can make us write elsewhere
+            files.write_whole(tmp_path, "x", [b"a"], mode=0o600)
+        with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="space"):
+            files._write_all(full.fileno(), [b"a"])
+
+    def test_the_mode_is_exact_whatever_the_umask(self, tmp_path: Path) -> None:
+        before = os.umask(0o077)
+        try:
+            files.write_whole(tmp_path, "x", [b"a"], mode=0o664)
+        finally:
+            os.umask(before)
+        assert (tmp_path / "x").stat().st_mode & 0o777 == 0o664
+
+    def test_replace_takes_over_what_an_interrupted_write_left(self, tmp_path: Path) -> None:
+        (tmp_path / ".tmp-x").write_bytes(b"half")
+        (tmp_path / "x").write_bytes(b"old")
+        files.replace(tmp_path, "x", b"new", mode=0o600)
+        assert os.listdir(tmp_path) == ["x"]
+        assert (tmp_path / "x").read_bytes() == b"new"
+
+
+class TestPlanRing:
+    def test_four_whole_forwards_by_default(self) -> None:
+        plan = plan_ring(
+            layout=LAYOUT, forward_rows=100, num_slots=4, total_bytes=None, pinned=False
+        )
+        assert (plan.num_slots, plan.slot_rows) == (4, 100)
+        assert plan.slot_bytes >= LAYOUT.size_bytes(100)
+
+    def test_pinned_memory_is_a_power_of_two_and_used_up(self) -> None:
+        big = Layout(num_boundaries=3, hidden_size=4096, dtype="BF16", last_kind="post")
+        plan = plan_ring(layout=big, forward_rows=8192, num_slots=4, total_bytes=None, pinned=True)
+        assert plan.total_bytes == 2 << 30
+        assert plan.slot_rows == 8192
+        assert plan.num_slots == 7
+
+    def test_the_cap_makes_slots_smaller_not_fewer(self) -> None:
+        big = Layout(num_boundaries=3, hidden_size=7168, dtype="BF16", last_kind="both")
+        plan = plan_ring(layout=big, forward_rows=65536, num_slots=4, total_bytes=None, pinned=True)
+        assert plan.total_bytes == 4 << 30
+        assert plan.num_slots == 4
+        assert plan.slot_rows < 65536
+        assert big.size_bytes(plan.slot_rows) <= plan.slot_bytes
+
+    def test_a_ring_too_small_for_a_row_is_refused(self) -> None:
+        big = Layout(num_boundaries=8, hidden_size=16384, dtype="F32", last_kind="both")
+        with pytest.raises(RingError, match="SGLANG_HS_RING_BYTES"):
+            plan_ring(layout=big, forward_rows=8192, num_slots=4, total_bytes=1 << 20, pinned=False)
+
+    @given(
+        st.integers(1, 500), st.integers(2, 8), st.one_of(st.none(), st.integers(1 << 16, 1 << 22))
+    )
+    def test_slots_fit_in_the_whole(self, rows: int, slots: int, total: int | None) -> None:
+        plan = plan_ring(
+            layout=LAYOUT, forward_rows=rows, num_slots=slots, total_bytes=total, pinned=False
+        )
+        assert plan.num_slots >= slots or total is not None
+        assert plan.num_slots * plan.slot_bytes <= plan.total_bytes
+        assert plan.slot_bytes % 256 == 0
+        assert 1 <= plan.slot_rows <= rows
+        assert LAYOUT.size_bytes(plan.slot_rows) <= plan.slot_bytes
+
+
+@given(st.integers(1, 30), st.data())
+def test_gathered_rows_lie_where_the_layout_says(rows: int, data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, rows - 1))
+    end = data.draw(st.integers(begin + 1, rows))
+    flat = torch.zeros(LAYOUT.size_bytes(end - begin), dtype=torch.uint8)
+    states = make_states(rows)
+    gather(states, LAYOUT, flat, begin=begin, end=end)
+    for section in LAYOUT.sections(end - begin):
+        run = flat[section.offset : section.offset + (end - begin) * section.row_bytes]
+        dtype = torch.int32 if section.dtype == "I32" else torch.float32
+        got = run.view(dtype).view(end - begin, section.width)
+        if section.name == "aux":
+            assert torch.equal(got, torch.cat(states.aux, dim=-1)[begin:end])
+        elif section.name == "input_ids":
+            assert got[:, 0].tolist() == list(range(begin, end))
+        else:
+            assert torch.equal(got, getattr(states, section.name)[begin:end])
