@@ -348,7 +348,7 @@ def _print_summary(summary: RunSummary, out: Path, *, as_json: bool) -> None:
     "num_writers",
     type=int,
     default=None,
-    help="Threads of the plugin that write dumps.",
+    help="Processes of the plugin that write dumps.",
 )
 @click.option(
     "--file-mode",

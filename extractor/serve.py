@@ -210,11 +210,12 @@ async def server_answers(url: str) -> bool:
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody listened on a moment ago.
 
-    Below 50000: SGLang takes a second one 10000 above it, and refuses to start where there is none.
+    Below the ports that the kernel and SGLang itself hand out: the server listens on it only
+    when its model is loaded, minutes later.
     """
     while True:
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randint(30001, 49999)))
+            probe.bind(("127.0.0.1", random.randint(20000, 29999)))
             return int(probe.getsockname()[1])
 
 

@@ -144,7 +144,7 @@ class ErrorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """READY.json: written once, when capture is armed and the writer threads run."""
+    """READY.json: written once, when capture is armed and the writers run."""
 
     format_version: int
     boot_id: str

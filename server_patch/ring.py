@@ -6,6 +6,8 @@ from it is written. When none is free the forward thread waits: back-pressure, n
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -47,9 +49,6 @@ def plan_ring(
     whole += -whole % SLOT_ALIGNMENT
     if total_bytes is None:
         total_bytes = min(num_slots * whole, MAX_PINNED_BYTES if pinned else MAX_PLAIN_BYTES)
-        if pinned:
-            # The pinned allocator hands out powers of two; the rest would be wasted.
-            total_bytes = 1 << (total_bytes - 1).bit_length()
     num_slots = max(num_slots, total_bytes // whole)
     slot_bytes = min(whole, total_bytes // num_slots // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
     slot_rows = forward_rows if slot_bytes == whole else layout.rows_in(slot_bytes)
@@ -66,9 +65,9 @@ def plan_ring(
 class Slot:
     """One part of the ring. Owned by whoever acquired it until its uses are all done."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, index: int) -> None:
         self.tensor = tensor  # [slot_bytes] uint8, host
-        self.memory = memoryview(tensor.numpy())
+        self.index = index  # it begins at byte index * slot_bytes of the ring
         # Set by the copy: what a writer waits for before it reads the slot.
         self.copied: Any = None
         self.uses = 0
@@ -78,13 +77,21 @@ class Ring:
     """The slots, and the waiting for them."""
 
     def __init__(self, plan: RingPlan, *, pinned: bool) -> None:
+        """pinned: lock the memory for the GPU's copies. Raises RingError when that fails."""
         self.plan = plan
-        # One allocation, kept for the life of the process: pinning is slow and needs contiguity.
+        # A file without a name, which the writer processes map too. One allocation, kept for the
+        # life of the process: pinning is slow.
+        self.descriptor = os.memfd_create("hidden-states-ring", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, plan.total_bytes)
+        memory = torch.frombuffer(mmap.mmap(self.descriptor, plan.total_bytes), dtype=torch.uint8)
         # Touched at once, so that the first forwards do not pay for page faults.
-        memory = torch.zeros(plan.total_bytes, dtype=torch.uint8, pin_memory=pinned)
+        memory.zero_()
+        if pinned:
+            _pin(memory)
+        size = plan.slot_bytes
         self._free = [
-            Slot(memory[i * plan.slot_bytes : (i + 1) * plan.slot_bytes])
-            for i in reversed(range(plan.num_slots))
+            Slot(memory[index * size : (index + 1) * size], index)
+            for index in reversed(range(plan.num_slots))
         ]
         self._condition = threading.Condition()
 
@@ -110,3 +117,13 @@ class Ring:
                 slot.copied = None
                 self._free.append(slot)
                 self._condition.notify()
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Register host memory with the device, so that copies to it run by themselves."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error) != 0:
+        raise RingError(
+            f"{memory.nbytes} bytes of host memory cannot be pinned (CUDA error {int(error)}): "
+            "lower SGLANG_HS_RING_BYTES, or raise the limit of locked memory"
+        )

@@ -47,7 +47,7 @@ class Settings:
     rid_prefix: str = DEFAULT_RID_PREFIX  # requests without it are counted, never written
     ring_bytes: int | None = None  # staging memory in all; None: from the prefill chunk size
     ring_slots: int = DEFAULT_RING_SLOTS  # forwards that can be in flight at once
-    num_writers: int | None = None  # threads that write files; None: by device
+    num_writers: int | None = None  # processes that write files; None: by device
     file_mode: int = DEFAULT_FILE_MODE  # permission bits of every file
     boot_id: str | None = None  # names this server start; None: made by the main process
 

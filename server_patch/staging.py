@@ -86,10 +86,10 @@ class Stager(Protocol):
         """Begin to fill `slot` with rows begin..end; sets `slot.copied`."""
 
     def wait(self, slot: Slot) -> None:
-        """Block the calling writer thread until `slot` is filled."""
+        """Block the calling thread until `slot` is filled."""
 
     def enter_thread(self) -> None:
-        """Called once by each writer thread before anything else."""
+        """Called once by the thread that waits, before anything else."""
 
 
 class CpuStager:

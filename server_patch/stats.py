@@ -23,7 +23,7 @@ class Counters:
     errors_lost: int = 0  # error records that could not be written either
     tap_seconds: float = 0.0  # forward thread's time in the tap, waiting included
     ring_wait_seconds: float = 0.0  # of that: waiting for a free slot
-    write_seconds: float = 0.0  # writer threads' time in file calls, summed over threads
+    write_seconds: float = 0.0  # writer processes' time in file calls, summed over them
 
 
 class Stats:

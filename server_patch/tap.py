@@ -10,28 +10,18 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from server_patch.dump_format import DumpHeader, ErrorRecord
 from server_patch.engine import Batch
 from server_patch.layout import Layout
+from server_patch.messages import Failure, Piece
 from server_patch.ring import Ring
+from server_patch.scribe import describe
 from server_patch.spans import Span, is_ours, plan_spans, split_spans
 from server_patch.staging import Stager, States
 from server_patch.stats import Stats
-from server_patch.writer import Failure, Piece, WriterPool, describe
+from server_patch.writer import WriterPool
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """What every dump of this writer says of itself."""
-
-    boundaries: tuple[int, ...]
-    boot_id: str
-    rank: int
-    rid_prefix: str
 
 
 class Tap:
@@ -40,14 +30,14 @@ class Tap:
     def __init__(
         self,
         *,
-        identity: Identity,
+        rid_prefix: str,
         layout: Layout,
         ring: Ring,
         stager: Stager,
         writers: WriterPool,
         stats: Stats,
     ) -> None:
-        self._identity = identity
+        self._rid_prefix = rid_prefix
         self._layout = layout
         self._ring = ring
         self._stager = stager
@@ -66,7 +56,7 @@ class Tap:
                 rids=batch.rids,
                 extend_lens=batch.extend_lens,
                 prefix_lens=batch.prefix_lens,
-                rid_prefix=self._identity.rid_prefix,
+                rid_prefix=self._rid_prefix,
                 total_rows=states.last.shape[0],
                 live_rows=batch.live_rows,
                 prompt_lens=batch.prompt_lens,
@@ -98,42 +88,38 @@ class Tap:
 
     def record_failures(self, pieces: Sequence[tuple[str, int]], reason: str) -> None:
         """Queue an error record for each (rid, start)."""
-        for rid, start in pieces:
-            self._stats.add(errors=1)
-            record = ErrorRecord(rid=rid, start=start, reason=reason)
-            self._writers.submit(Failure(record=record, counter=next(self._counter)))
+        if not pieces:
+            return
+        self._stats.add(errors=len(pieces))
+        self._writers.submit_failures(
+            [
+                Failure(rid=rid, start=start, reason=reason, counter=next(self._counter))
+                for rid, start in pieces
+            ]
+        )
 
     def _queue_group(self, group: Sequence[Span], states: States) -> float:
         """Stage the rows of `group` in one slot and queue its pieces; seconds waited."""
         begin, end = group[0].begin, group[-1].end
         slot, waited = self._ring.acquire()
         try:
-            headers = [self._header(span) for span in group]
             self._stager.stage(states, self._layout, slot, begin=begin, end=end)
         except BaseException:
             self._ring.hold(slot, 1)
             self._ring.release(slot)
             raise
-        self._ring.hold(slot, len(group))
-        for span, header in zip(group, headers, strict=True):
-            self._writers.submit(
-                Piece(header=header, slot=slot, slot_rows=end - begin, begin=span.begin - begin)
+        pieces = [
+            Piece(
+                rid=span.rid,
+                start=span.start,
+                begin=span.begin - begin,
+                rows=span.rows,
+                counter=next(self._counter),
             )
+            for span in group
+        ]
+        self._writers.submit(slot, slot_rows=end - begin, pieces=pieces)
         return waited
 
-    def _header(self, span: Span) -> DumpHeader:
-        return DumpHeader(
-            rid=span.rid,
-            start=span.start,
-            rows=span.rows,
-            boundaries=self._identity.boundaries,
-            hidden_size=self._layout.hidden_size,
-            dtype=self._layout.dtype,
-            last_kind=self._layout.last_kind,
-            boot_id=self._identity.boot_id,
-            rank=self._identity.rank,
-            counter=next(self._counter),
-        )
-
     def _ours(self, rids: Sequence[str]) -> list[str]:
-        return [rid for rid in rids if is_ours(rid, self._identity.rid_prefix)]
+        return [rid for rid in rids if is_ours(rid, self._rid_prefix)]

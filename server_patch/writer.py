@@ -1,182 +1,275 @@
-"""The threads that turn filled slots into dump files and failures into error records."""
+"""The scheduler's side of the writer processes: hands them jobs and takes their reports.
+
+Two threads, which do little and wait much: one waits for each slot's copy and sends its jobs, one
+takes reports, gives slots back and shows the counters. A writer process that dies is replaced, and
+what it had been given becomes error records.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
+import selectors
+import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from server_patch.dump_format import (
-    DumpHeader,
-    ErrorRecord,
-    dump_name,
-    encode_error,
-    encode_header,
-    error_name,
+from server_patch.files import replace
+from server_patch.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_PIECES,
+    Assignment,
+    Failure,
+    Job,
+    Piece,
+    Report,
 )
-from server_patch.files import Buffer, replace, write_whole
-from server_patch.layout import Layout
 from server_patch.ring import Ring, Slot
+from server_patch.scribe import describe, write_failures
 from server_patch.staging import Stager
 from server_patch.stats import STATS_NAME, Stats
 
 logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S: Final = 1.0
-_MAX_REASON_CHARS: Final = 500
+_START_TIMEOUT_S: Final = 60.0
+#: Isolated and without site: a writer needs the standard library and this package, nothing else.
+_SCRIBE: Final = "import sys; sys.path.insert(0, sys.argv.pop(1)); " + (
+    "from server_patch.scribe import main; main()"
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """One dump to be written: rows of a slot, and what to say of them."""
-
-    header: DumpHeader
-    slot: Slot
-    slot_rows: int  # rows the slot was filled with: they place its sections
-    begin: int  # first row of the piece within the slot
+class WriterError(RuntimeError):
+    """A writer process does not start."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """One error record to be written."""
+@dataclass(kw_only=True)
+class _Writer:
+    """One writer process and the jobs it was given, oldest first."""
 
-    record: ErrorRecord
-    counter: int
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+    given: deque[tuple[Slot | None, Job]] = field(default_factory=deque)
+    num_reports: int = 0
 
 
 class WriterPool:
-    """`num_writers` daemon threads over one queue. Nothing a thread meets ends it."""
+    """`num_writers` processes. Nothing that goes wrong in one of them ends the serving."""
 
     def __init__(
         self,
         *,
+        assignment: Callable[[int], Assignment],
         directory: Path,
         file_mode: int,
         num_writers: int,
-        layout: Layout,
         ring: Ring,
         stager: Stager,
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """assignment: descriptor of a writer's socket -> what that writer is told."""
+        self._assignment = assignment
         self._directory = directory
         self._file_mode = file_mode
-        self._layout = layout
+        self._num_writers = num_writers
         self._ring = ring
         self._stager = stager
         self._stats = stats
         self._clock = clock
-        self._queue: queue.SimpleQueue[Piece | Failure] = queue.SimpleQueue()
-        self._stats_lock = threading.Lock()
-        self._stats_written = (0, -_STATS_INTERVAL_S)  # version, clock
-        self._threads = [
-            threading.Thread(target=self._run, name=f"hidden-states-writer-{i}", daemon=True)
-            for i in range(num_writers)
-        ]
+        self._queue: queue.SimpleQueue[tuple[Slot | None, Job]] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()  # guards the list of writers and what each was given
+        self._writers: list[_Writer] = []
+        self._shown = (0, -_STATS_INTERVAL_S)  # version of the counters, clock
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        """Start processes and threads. Raises WriterError when one does not come up."""
+        self._writers = [self._spawn() for _ in range(self._num_writers)]
+        for name, run in (("sender", self._send_jobs), ("receiver", self._take_reports)):
+            threading.Thread(target=run, name=f"hidden-states-{name}", daemon=True).start()
 
-    def submit(self, item: Piece | Failure) -> None:
-        """Queue one file. Never blocks: the ring bounds the pieces."""
-        self._queue.put(item)
+    def submit(self, slot: Slot, *, slot_rows: int, pieces: Sequence[Piece]) -> None:
+        """Queue the dumps of one filled slot. Never blocks: the ring bounds them."""
+        self._queue.put((slot, Job(slot=slot.index, slot_rows=slot_rows, pieces=pieces)))
 
-    def _run(self) -> None:
-        try:
+    def submit_failures(self, failures: Sequence[Failure]) -> None:
+        """Queue error records. Never blocks."""
+        self._queue.put((None, Job(slot=None, failures=failures)))
+
+    def stop(self) -> None:
+        """End the processes; for tests. A server ends them with itself."""
+        with self._lock:
+            writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.process.kill()
+            writer.process.wait()
+
+    # --- sending -----------------------------------------------------------------------------
+
+    def _send_jobs(self) -> None:
+        with suppress(Exception):
             self._stager.enter_thread()
-        except Exception:
-            logger.exception("hidden states: a writer thread could not enter the device")
+        while True:
+            slot, job = self._queue.get()
+            try:
+                self._send_whole(slot, job)
+            except Exception:
+                logger.exception("hidden states: the sender met an unexpected error")
+
+    def _send_whole(self, slot: Slot | None, job: Job) -> None:
+        """Send `job` in parts that fit a message and can be written side by side."""
+        if slot is not None:
+            try:
+                self._stager.wait(slot)
+            except Exception as error:
+                failures = _as_failures(job, describe(error, doing="copying to the host"))
+                self._stats.add(errors=len(failures))
+                job = Job(slot=None, failures=failures)
+        parts = _split(job, num_parts=self._num_writers)
+        if slot is not None:
+            self._ring.hold(slot, len(parts))
+        for part in parts:
+            self._send(slot, part)
+
+    def _send(self, slot: Slot | None, job: Job) -> None:
+        with self._lock:
+            writer = min(self._writers, key=lambda writer: len(writer.given), default=None)
+            if writer is not None:
+                writer.given.append((slot, job))
+        if writer is None:
+            self._give_up(slot, job, "no writer process is left")
+            return
+        # A writer that has died meanwhile took the job with it: the receiver sees to that.
+        with suppress(OSError):
+            writer.socket.send(job.encode())
+
+    # --- receiving ---------------------------------------------------------------------------
+
+    def _take_reports(self) -> None:
         while True:
             try:
-                item = self._queue.get(timeout=_STATS_INTERVAL_S)
-            except queue.Empty:
+                for key, _ in self._selector.select(timeout=_STATS_INTERVAL_S):
+                    self._take_report(key.data)
                 self._show_stats()
-                continue
-            try:
-                if isinstance(item, Piece):
-                    self._write_piece(item)
-                else:
-                    self._write_failure(item)
             except Exception:
-                logger.exception("hidden states: a writer thread met an unexpected error")
-            self._show_stats()
+                logger.exception("hidden states: the receiver met an unexpected error")
 
-    def _write_piece(self, piece: Piece) -> None:
-        header = piece.header
+    def _take_report(self, writer: _Writer) -> None:
         try:
-            try:
-                self._stager.wait(piece.slot)
-                begun = time.perf_counter()
-                size_bytes = write_whole(
-                    self._directory,
-                    dump_name(header.counter),
-                    self._parts(piece),
-                    mode=self._file_mode,
-                )
-                seconds = time.perf_counter() - begun
-            finally:
-                self._ring.release(piece.slot)
-        except Exception as error:
-            record = ErrorRecord(
-                rid=header.rid, start=header.start, reason=describe(error, doing="writing")
-            )
-            self._stats.add(errors=1)
-            self._write_failure(Failure(record=record, counter=header.counter))
-        else:
-            self._stats.add(
-                pieces=1, rows=header.rows, dump_bytes=size_bytes, write_seconds=seconds
-            )
+            data = writer.socket.recv(MAX_MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self._bury(writer)
+            return
+        report = Report.decode(data)
+        writer.num_reports += 1
+        with self._lock:
+            slot, _ = writer.given.popleft()
+        if slot is not None:
+            self._ring.release(slot)
+        self._stats.add(**asdict(report))
 
-    def _parts(self, piece: Piece) -> list[Buffer]:
-        """The file's bytes: header, then one run of the slot per tensor."""
-        parts: list[Buffer] = [encode_header(piece.header)]
-        for section in self._layout.sections(piece.slot_rows):
-            begin = section.offset + piece.begin * section.row_bytes
-            parts.append(piece.slot.memory[begin : begin + piece.header.rows * section.row_bytes])
-        return parts
+    def _bury(self, writer: _Writer) -> None:
+        """A writer process is gone: record its jobs as failed, and start another in its place."""
+        self._selector.unregister(writer.socket)
+        writer.socket.close()
+        status = writer.process.wait()
+        with self._lock:
+            was_ours = writer in self._writers
+            if was_ours:
+                self._writers.remove(writer)
+        if was_ours:
+            logger.error("hidden states: a writer process ended with status %s", status)
+        for slot, job in writer.given:
+            self._give_up(slot, job, f"the writer process ended with status {status}")
+        # One that never did any work would only die again.
+        if was_ours and writer.num_reports:
+            with suppress(WriterError):
+                successor = self._spawn()
+                with self._lock:
+                    self._writers.append(successor)
 
-    def _write_failure(self, failure: Failure) -> None:
-        try:
-            write_whole(
-                self._directory,
-                error_name(failure.counter),
-                [encode_error(failure.record)],
-                mode=self._file_mode,
-            )
-        except Exception as error:
-            # Nothing else can be told to the client, which will miss the piece by itself.
-            self._stats.add(errors_lost=1)
-            logger.error(
-                "hidden states: no error record for rid %s (%s): %r",
-                failure.record.rid,
-                failure.record.reason,
-                error,
-            )
+    def _give_up(self, slot: Slot | None, job: Job, reason: str) -> None:
+        failures = [*_as_failures(job, reason), *job.failures]
+        lost = write_failures(failures, self._directory, mode=self._file_mode)
+        self._stats.add(errors=len(job.pieces), errors_lost=lost)
+        if slot is not None:
+            self._ring.release(slot)
 
     def _show_stats(self) -> None:
         """Rewrite STATS.json if something changed, at most once a second."""
-        if not self._stats_lock.acquire(blocking=False):
+        version, shown_at = self._shown
+        now = self._clock()
+        if self._stats.version == version or now - shown_at < _STATS_INTERVAL_S:
             return
-        try:
-            version, shown_at = self._stats_written
-            now = self._clock()
-            if self._stats.version == version or now - shown_at < _STATS_INTERVAL_S:
-                return
-            self._stats_written = (self._stats.version, now)
+        self._shown = (self._stats.version, now)
+        with suppress(OSError):  # a view for people; the dumps' own failures are recorded
             replace(self._directory, STATS_NAME, self._stats.encode(), mode=self._file_mode)
-        except OSError:
-            pass  # a view for humans; the dumps' own failures are recorded
+
+    # --- processes ---------------------------------------------------------------------------
+
+    def _spawn(self) -> _Writer:
+        """Start a writer and hear from it. Raises WriterError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        assignment = self._assignment(theirs.fileno())
+        package_directory = str(Path(__file__).resolve().parent.parent)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _SCRIBE, package_directory, assignment.encode()],
+                pass_fds=(theirs.fileno(), assignment.ring_descriptor),
+                stdin=subprocess.DEVNULL,
+            )
+        except OSError as error:
+            raise WriterError(f"a writer process cannot be started: {error}") from error
         finally:
-            self._stats_lock.release()
+            theirs.close()
+        ours.settimeout(_START_TIMEOUT_S)
+        try:
+            greeting = ours.recv(MAX_MESSAGE_BYTES)
+        except OSError as error:
+            greeting = b""
+            logger.error("hidden states: a writer process says nothing: %s", error)
+        if not greeting:
+            process.kill()
+            raise WriterError(f"a writer process ended with status {process.wait()}")
+        ours.settimeout(None)
+        writer = _Writer(process=process, socket=ours)
+        self._selector.register(ours, selectors.EVENT_READ, writer)
+        return writer
 
 
-def describe(error: Exception, *, doing: str) -> str:
-    """The reason in an error record: what was done, what came of it, never the payload."""
-    text = f"{doing} failed: {type(error).__name__}: {error}"
-    return text[:_MAX_REASON_CHARS]
+def _split(job: Job, *, num_parts: int) -> list[Job]:
+    """Parts of about equal rows, none with more than MAX_PIECES files; at least one."""
+    if not job.pieces:
+        step = MAX_PIECES
+        return [
+            Job(slot=None, failures=job.failures[i : i + step])
+            for i in range(0, len(job.failures), step)
+        ] or [job]
+    fair_rows = -(-sum(piece.rows for piece in job.pieces) // num_parts)
+    parts: list[list[Piece]] = [[]]
+    rows = 0
+    for piece in job.pieces:
+        if parts[-1] and (rows >= fair_rows or len(parts[-1]) == MAX_PIECES):
+            parts.append([])
+            rows = 0
+        parts[-1].append(piece)
+        rows += piece.rows
+    return [Job(slot=job.slot, slot_rows=job.slot_rows, pieces=part) for part in parts]
+
+
+def _as_failures(job: Job, reason: str) -> list[Failure]:
+    return [
+        Failure(rid=piece.rid, start=piece.start, reason=reason, counter=piece.counter)
+        for piece in job.pieces
+    ]

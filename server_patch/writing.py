@@ -1,4 +1,4 @@
-"""Everything a writer's rank runs besides the capture, put together: ring, copies, threads, tap."""
+"""Everything a writing rank runs besides the capture, put together: ring, copies, writers, tap."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from server_patch.capture import NormProbe
 from server_patch.engine import Facts
 from server_patch.home import Home
 from server_patch.layout import Layout
+from server_patch.messages import Assignment
 from server_patch.ring import Ring, RingPlan, plan_ring
 from server_patch.settings import Settings
 from server_patch.staging import make_stager
 from server_patch.stats import Stats
-from server_patch.tap import Identity, Tap
+from server_patch.tap import Tap
 from server_patch.writer import WriterPool
 
-#: One thread fills about 2.4 GB/s of fresh memory pages; a GPU can ask for more than that.
+#: One process fills about 2.4 GB/s of fresh memory pages; a GPU can ask for more than that.
 _WRITERS_CUDA: Final = 4
 _WRITERS_CPU: Final = 1
 
@@ -60,10 +61,10 @@ def start_writing(
     boundaries: tuple[int, ...],
     final_norm: Any,
 ) -> Writing:
-    """Allocate the ring and start the threads.
+    """Allocate the ring and start the writer processes.
 
     final_norm: the module to read h[n] from, None when it is not stored.
-    Raises RingError, or what the device says to the allocation.
+    Raises RingError, WriterError, or what the device says to the allocation.
     """
     layout = Layout(
         num_boundaries=len(boundaries),
@@ -82,23 +83,33 @@ def start_writing(
     ring = Ring(plan, pinned=stager.pinned)
     stats = Stats()
     num_writers = settings.num_writers or (_WRITERS_CUDA if stager.pinned else _WRITERS_CPU)
+
+    def assignment(socket_descriptor: int) -> Assignment:
+        return Assignment(
+            directory=str(home.directory),
+            file_mode=home.file_mode,
+            layout=layout,
+            boundaries=boundaries,
+            boot_id=home.boot_id,
+            rank=home.rank,
+            slot_bytes=plan.slot_bytes,
+            ring_bytes=plan.total_bytes,
+            ring_descriptor=ring.descriptor,
+            socket_descriptor=socket_descriptor,
+        )
+
     writers = WriterPool(
+        assignment=assignment,
         directory=home.directory,
         file_mode=home.file_mode,
         num_writers=num_writers,
-        layout=layout,
         ring=ring,
         stager=stager,
         stats=stats,
     )
     writers.start()
     tap = Tap(
-        identity=Identity(
-            boundaries=boundaries,
-            boot_id=home.boot_id,
-            rank=home.rank,
-            rid_prefix=settings.rid_prefix,
-        ),
+        rid_prefix=settings.rid_prefix,
         layout=layout,
         ring=ring,
         stager=stager,

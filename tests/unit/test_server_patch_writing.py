@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,19 @@ from server_patch import files
 from server_patch.dump_format import decode_error, is_dump_name, is_error_name, read_header
 from server_patch.engine import Batch
 from server_patch.layout import Layout
+from server_patch.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_PIECES,
+    Assignment,
+    Job,
+    Piece,
+)
 from server_patch.ring import Ring, RingError, RingPlan, plan_ring
+from server_patch.scribe import Scribe
 from server_patch.staging import CpuStager, StagingError, States, gather
 from server_patch.stats import STATS_NAME, Stats
-from server_patch.tap import Identity, Tap
-from server_patch.writer import WriterPool
+from server_patch.tap import Tap
+from server_patch.writer import WriterPool, _split
 
 K, H = 3, 4
 LAYOUT = Layout(num_boundaries=K, hidden_size=H, dtype="F32", last_kind="both")
@@ -53,6 +63,16 @@ def make_batch(lens: list[int], rids: list[str] | None = None, **extra: Any) -> 
     return Batch(**{**fields, **extra})
 
 
+RIGS: list[Rig] = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    while RIGS:
+        RIGS.pop().writers.stop()
+
+
 class Rig:
     """A tap with everything behind it, in one directory."""
 
@@ -65,6 +85,7 @@ class Rig:
         start: bool = True,
         stager: Any = None,
     ) -> None:
+        RIGS.append(self)
         self.directory = directory
         self.stats = Stats()
         slot_bytes = LAYOUT.size_bytes(slot_rows) // 256 * 256 + 256
@@ -78,17 +99,33 @@ class Rig:
             pinned=False,
         )
         stager = stager or CpuStager()
+
+        def assignment(socket_descriptor: int) -> Assignment:
+            return Assignment(
+                directory=str(directory),
+                file_mode=0o640,
+                layout=LAYOUT,
+                boundaries=(2, 4, 5),
+                boot_id="boot",
+                rank=1,
+                slot_bytes=slot_bytes,
+                ring_bytes=num_slots * slot_bytes,
+                ring_descriptor=self.ring.descriptor,
+                socket_descriptor=socket_descriptor,
+            )
+
+        self.assignment = assignment
         self.writers = WriterPool(
+            assignment=assignment,
             directory=directory,
             file_mode=0o640,
             num_writers=2,
-            layout=LAYOUT,
             ring=self.ring,
             stager=stager,
             stats=self.stats,
         )
         self.tap = Tap(
-            identity=Identity(boundaries=(2, 4, 5), boot_id="boot", rank=1, rid_prefix="xtr-"),
+            rid_prefix="xtr-",
             layout=LAYOUT,
             ring=self.ring,
             stager=stager,
@@ -259,15 +296,60 @@ def test_a_full_file_system_becomes_an_error_record(
         return real(descriptor, [buffers[0][:10]])
 
     monkeypatch.setattr(files.os, "writev", writev)
-    rig.tap.take(make_batch([9]), make_states(9))
-    rig.wait(errors=1)
+    ring_bytes = rig.ring.plan.total_bytes
+    scribe = Scribe(rig.assignment(0), memoryview(bytearray(ring_bytes)))  # here, not in a process
+    pieces = [Piece(rid="xtr-0", start=0, begin=0, rows=9, counter=0)]
+    report = scribe.write(Job(slot=1, slot_rows=9, pieces=pieces))
+    assert (report.pieces, report.errors, report.errors_lost) == (0, 1, 0)
     assert "No space left on device" in rig.reasons()["xtr-0"]
     assert not list(rig.directory.glob(".tmp-*"))
     assert rig.names(is_error_name) == ["0000000000.error.json"]  # the dump's own number
     monkeypatch.undo()
-    for _ in range(4):  # and no slot was lost
-        rig.tap.take(make_batch([9]), make_states(9))
-    rig.wait(dumps=4, errors=1)
+    report = scribe.write(Job(slot=1, slot_rows=9, pieces=pieces))
+    assert (report.pieces, report.rows, report.errors) == (1, 9, 0)
+
+
+def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Path) -> None:
+    copied = threading.Event()
+
+    class Slow(CpuStager):
+        def wait(self, slot: Any) -> None:
+            assert copied.wait(10)
+
+    rig = Rig(tmp_path, stager=Slow())
+    victims = [writer.process for writer in rig.writers._writers]
+    rig.tap.take(make_batch([5]), make_states(5))
+    copied.set()
+    rig.wait(dumps=1)  # so at least one writer has done work
+    for process in victims:
+        process.send_signal(signal.SIGSTOP)
+    rig.tap.take(make_batch([5, 6], ["xtr-a", "xtr-b"]), make_states(11))
+    until = time.monotonic() + 10
+    while not any(writer.given for writer in rig.writers._writers):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    for process in victims:
+        process.kill()
+    rig.wait(dumps=1, errors=2)
+    assert "ended with status -9" in rig.reasons()["xtr-a"]
+    while not (left := rig.writers._writers) or any(w.process in victims for w in left):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    for number in range(4):  # more forwards than slots: none was lost, and a writer is there
+        rig.tap.take(make_batch([5], [f"xtr-{number}"]), make_states(5))
+    rig.wait(dumps=5, errors=2)
+    rig.writers.stop()
+
+
+def test_a_job_is_spread_over_the_writers_and_fits_a_message() -> None:
+    pieces = [Piece(rid=f"xtr-{i}" * 20, start=0, begin=i, rows=1, counter=i) for i in range(1000)]
+    parts = _split(Job(slot=3, slot_rows=1000, pieces=pieces), num_parts=4)
+    assert [piece for part in parts for piece in part.pieces] == pieces
+    assert all(len(part.pieces) <= MAX_PIECES and part.slot == 3 for part in parts)
+    assert all(len(part.encode()) < MAX_MESSAGE_BYTES for part in parts)
+    assert all(Job.decode(part.encode()) == replace(part, pieces=list(part.pieces), failures=[])
+               for part in parts)  # fmt: skip
+    assert len(_split(Job(slot=0, slot_rows=9, pieces=pieces[:1]), num_parts=4)) == 1
 
 
 def test_a_removed_directory_is_counted_and_survived(tmp_path: Path) -> None:
@@ -344,13 +426,6 @@ class TestPlanRing:
         )
         assert (plan.num_slots, plan.slot_rows) == (4, 100)
         assert plan.slot_bytes >= LAYOUT.size_bytes(100)
-
-    def test_pinned_memory_is_a_power_of_two_and_used_up(self) -> None:
-        big = Layout(num_boundaries=3, hidden_size=4096, dtype="BF16", last_kind="post")
-        plan = plan_ring(layout=big, forward_rows=8192, num_slots=4, total_bytes=None, pinned=True)
-        assert plan.total_bytes == 2 << 30
-        assert plan.slot_rows == 8192
-        assert plan.num_slots == 7
 
     def test_the_cap_makes_slots_smaller_not_fewer(self) -> None:
         big = Layout(num_boundaries=3, hidden_size=7168, dtype="BF16", last_kind="both")
