@@ -225,6 +225,9 @@ def cli(verbose: bool) -> None:
     metavar="SECONDS",
     help="How long a server may take to come up.",
 )
+@click.option(
+    "--retry-failed", is_flag=True, help="Try again the rows that an earlier session gave up."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
 def run_command(

@@ -107,10 +107,14 @@ class Client:
                 if response.status != 200:
                     return _http_failure(response.status, data)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            # A server that took the prompt and is silent may choke on it; that counts. One that
+            # could not be reached says nothing of the prompt.
+            is_silent = isinstance(error, TimeoutError)
+            is_unreached = isinstance(error, aiohttp.ConnectionTimeoutError)
             return Failure(
                 reason=Reason.SERVER_ERROR,
                 detail=transport_problem(error),
-                is_transport=not isinstance(error, TimeoutError),
+                is_transport=is_unreached or not is_silent,
             )
         return _reply_facts(data)
 

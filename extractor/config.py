@@ -93,6 +93,11 @@ class Identity:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Identity:
         """From what the manifest holds. Raises ConfigMismatch naming a field that it lacks."""
+        if not document:
+            raise UsageError(
+                "the run was cut off before its first prompt: there is nothing to look at yet; "
+                "run the same command again"
+            )
         names = {field.name for field in fields(cls)}
         missing = names - set(document)
         if missing:
@@ -154,6 +159,7 @@ class RunOptions:
     dump_timeout_s: float = 60.0  # from the answer to the last piece
     server_wait_s: float = 0.0  # how long a server may take to come up
     file_mode: int = 0o644  # of shards and manifest
+    retry_failed: bool = False  # rows that an earlier session gave up are tried again
 
     def __post_init__(self) -> None:
         if not self.prompts:

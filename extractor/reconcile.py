@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from extractor.shards import is_sealed_on_disk, lost_rows, reopen_on_disk
+from extractor.shards import is_sealed_on_disk, lost_rows, remove_unknown, reopen_on_disk
 from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store
@@ -34,9 +34,10 @@ async def reconcile(
     owner: StoreOwner, directory: Path, *, note: Callable[[str], None]
 ) -> Reconciled:
     """Reopen shards whose end is gone, note those that were sealed, and tell which are open."""
+    shards = await owner.call(lambda store: store.shards())
+    remove_unknown(directory, shards)
     open_shards: list[OpenShard] = []
     lost_ordinals: list[int] = []
-    shards = await owner.call(lambda store: store.shards())
     for shard in shards:
         rows = await owner.call(partial(Store.shard_rows, number=shard.number))
         lost = lost_rows(directory, shard, rows)

@@ -173,6 +173,14 @@ def reopen_on_disk(directory: Path, shard: Shard) -> None:
         sync_directory(directory)
 
 
+def remove_unknown(directory: Path, shards: Sequence[Shard]) -> None:
+    """Remove open shards that the manifest never learnt of: none of their samples is stored."""
+    known = {open_shard_path(directory, shard) for shard in shards}
+    for path in directory.glob(".shard-*.open"):
+        if path not in known:
+            path.unlink()
+
+
 def lost_rows(directory: Path, shard: Shard, rows: Sequence[Row]) -> list[Row]:
     """Samples at the end of this shard whose bytes are not all there, whatever the manifest says.
 

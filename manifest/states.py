@@ -9,8 +9,9 @@
      +--- fail -----+----- fail ---+----- fail -----+-----------> FAILED(reason)
 ```
 
-STORED and FAILED are terminal. A row of the input that gives no prompt at all goes straight
-from PLANNED to FAILED.
+STORED and FAILED are terminal: no run goes on with them by itself. Who asks for it
+(`--retry-failed`) puts FAILED rows back to PLANNED (reopen). A row of the input that gives no
+prompt at all goes straight from PLANNED to FAILED.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Event(StrEnum):
     STORE = "store"
     RETRY = "retry"  # this attempt is over (or its process died); the row is to be sent again
     FAIL = "fail"
+    REOPEN = "reopen"  # a person asks to try a failed row again
 
 
 class Reason(StrEnum):
@@ -97,7 +99,7 @@ TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
     State.DUMPED: {Event.VERIFY: State.VERIFIED, **_ATTEMPT_OVER},
     State.VERIFIED: {Event.STORE: State.STORED, **_ATTEMPT_OVER},
     State.STORED: {},
-    State.FAILED: {},
+    State.FAILED: {Event.REOPEN: State.PLANNED},
 }
 
 

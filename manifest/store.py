@@ -213,6 +213,20 @@ class Store:
             )
             return cursor.rowcount
 
+    def reopen_failed(self) -> int:
+        """Put every failed row back to PLANNED; how many those were."""
+        with self._writing():
+            cursor = self._db.conn.execute(
+                "UPDATE prompts SET state = ?, reason = NULL, detail = NULL "
+                "WHERE state = 'failed' AND key IS NOT NULL",
+                (advance(State.FAILED, Event.REOPEN).value,),
+            )
+            # A row that never became a prompt leaves no trace; it is read again like a new one.
+            rejected = self._db.conn.execute(
+                "DELETE FROM prompts WHERE state = 'failed' AND key IS NULL"
+            )
+            return cursor.rowcount + rejected.rowcount
+
     def forget_stored(self, ordinals: Iterable[int]) -> None:
         """Put stored samples back to PLANNED because their bytes turned out to be gone.
 

@@ -178,6 +178,7 @@ class WriterPool:
         if slot is not None:
             self._ring.release(slot)
         self._stats.add(**asdict(report))
+        self._tell_lost(report.errors_lost)
 
     def _bury(self, writer: _Writer) -> None:
         """A writer process is gone: record its jobs as failed, and start another in its place."""
@@ -203,8 +204,17 @@ class WriterPool:
         failures = [*_as_failures(job, reason), *job.failures]
         lost = write_failures(failures, self._directory, mode=self._file_mode)
         self._stats.add(errors=len(job.pieces), errors_lost=lost)
+        self._tell_lost(lost)
         if slot is not None:
             self._ring.release(slot)
+
+    def _tell_lost(self, count: int) -> None:
+        if count:
+            logger.error(
+                "hidden states: %s error records could not be written to %s",
+                count,
+                self._directory,
+            )
 
     def _show_stats(self) -> None:
         """Rewrite STATS.json if something changed, at most once a second."""

@@ -9,7 +9,7 @@ import pytest
 from helpers import Notes
 from hypothesis import settings
 
-import extractor.run
+import extractor.session
 from extractor.retry import RetryPolicy
 
 # The same examples every time, and no verdict by the speed of the machine.
@@ -35,4 +35,4 @@ def dump_root(tmp_path: Path) -> Path:
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow each other without the usual seconds in between."""
     policy = partial(RetryPolicy, base_delay_s=0.001, max_delay_s=0.01)
-    monkeypatch.setattr(extractor.run, "RetryPolicy", policy)
+    monkeypatch.setattr(extractor.session, "RetryPolicy", policy)

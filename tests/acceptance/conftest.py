@@ -1,4 +1,4 @@
-"""The command line as a user has it, a fake server, and one real server for the whole session."""
+"""The command line as a user has it, a fake server, and one real server for all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fake(dump_root: Path) -> Iterator[Fake]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     """Takes some 20 seconds to start, so all tests share it."""
     with real_server(tmp_path_factory.mktemp("real")) as server:

@@ -24,7 +24,8 @@ from helpers import (
     write_prompts,
 )
 
-import extractor.run
+import extractor.exchange
+import extractor.mover
 from extractor.config import Layout
 from extractor.errors import (
     ConfigMismatch,
@@ -531,7 +532,7 @@ async def test_a_shard_that_was_not_sealed_before_the_end_is_sealed_by_a_resume(
 
     async with FakeServer(dump_root).running() as server:
         with monkeypatch.context() as patch:
-            patch.setattr(extractor.run.Mover, "_finish", killed)
+            patch.setattr(extractor.mover.Mover, "_finish", killed)
             with pytest.raises(KeyError):
                 await run(options_for(server, path, tmp_path / "out"), notes)
         assert stored_ordinals(tmp_path / "out") == set(range(8))
@@ -553,7 +554,7 @@ async def test_sealing_the_last_shard_needs_no_server(
 
     async with FakeServer(dump_root).running() as server:
         with monkeypatch.context() as patch:
-            patch.setattr(extractor.run.Mover, "_finish", killed)
+            patch.setattr(extractor.mover.Mover, "_finish", killed)
             with pytest.raises(KeyError):
                 await run(options_for(server, path, tmp_path / "out"), notes)
         options = options_for(server, path, tmp_path / "out")
@@ -595,13 +596,47 @@ async def test_dumps_that_a_dead_session_left_are_removed_by_the_next(
     assert dumps_under(dump_root) == []
 
 
+async def test_failed_rows_are_tried_again_when_asked_for_and_only_then(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(10)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    path.write_text(path.read_text() + "{broken\n")
+    async with FakeServer(dump_root, faults=faults_once({4: Fault.REJECT})).running() as server:
+        options = options_for(server, path, tmp_path / "out", concurrency=1)
+        summary = await run(options, notes)
+        assert states_of(summary) == {State.STORED: 9, State.FAILED: 2}
+        sent = len(server.requests)
+        assert states_of(await run(options, notes)) == {State.STORED: 9, State.FAILED: 2}
+        assert len(server.requests) == sent
+        summary = await run(replace(options, retry_failed=True), notes)
+    assert states_of(summary) == {State.STORED: 10, State.FAILED: 1}
+    assert summary.totals.by_reason == {Reason.BAD_JSON: 1}
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_an_open_shard_that_the_manifest_never_learnt_of_is_removed(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(5)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, path, tmp_path / "out")
+        await run(options, notes)
+        orphan = tmp_path / "out" / "shards" / ".shard-000007.open"
+        orphan.write_bytes(b"half")
+        await run(options, notes)
+    assert not orphan.exists()
+    assert_whole(tmp_path / "out", prompts)
+
+
 # --- the surroundings fail --------------------------------------------------------------------
 
 
 async def test_a_server_that_stops_answering_ends_the_run_and_rows_stay_resumable(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.run, "SERVER_SILENCE_S", 0.1)
+    monkeypatch.setattr(extractor.exchange, "SERVER_SILENCE_S", 0.1)
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     reached = asyncio.Event()

@@ -29,6 +29,11 @@ OTHER: dict[str, Any] = {
 }
 
 
+def test_a_manifest_cut_off_before_it_began_says_so() -> None:
+    with pytest.raises(UsageError, match="cut off before its first prompt"):
+        Identity.from_document({})
+
+
 def test_every_field_of_the_identity_has_a_case_here() -> None:
     names = {field.name for field in dataclasses.fields(Identity)}
     assert names == set(OTHER) | {"model"}

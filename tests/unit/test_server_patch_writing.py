@@ -233,7 +233,10 @@ def test_a_full_ring_makes_the_forward_wait_and_drops_nothing(tmp_path: Path) ->
     assert done.wait(10)
     thread.join()
     rig.wait(dumps=5)
-    counters = rig.stats.snapshot()
+    until = time.monotonic() + 10
+    while (counters := rig.stats.snapshot()).pieces < 5:  # a report follows its files
+        assert time.monotonic() < until
+        time.sleep(0.005)
     assert counters.forwards == counters.pieces == 5
     assert 0.1 < counters.ring_wait_seconds <= counters.tap_seconds
 

@@ -1,0 +1,101 @@
+"""What a run is and how far earlier sessions came with it, as the manifest has it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from extractor import __version__
+from extractor.config import Identity
+from extractor.progress import Counters
+from manifest.owner import StoreOwner
+from manifest.records import Source
+from manifest.store import Store
+from prompts.inputs import InputFile
+
+RUN_ID = "run_id"
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """What earlier sessions left, and the numbers of this one."""
+
+    run_id: str
+    settled: bytearray  # 1 for each row that needs no more work, by ordinal
+    attempts: dict[int, int]
+    counters: Counters
+    is_new: bool
+
+    @classmethod
+    async def load(cls, owner: StoreOwner, files: Sequence[InputFile]) -> RunState:
+        num_rows = sum(file.num_rows for file in files)
+
+        def read(store: Store) -> RunState:
+            identity = store.identity()
+            settled = bytearray(num_rows)
+            count = 0
+            for ordinal in store.settled_ordinals():
+                if ordinal < num_rows:
+                    settled[ordinal] = 1
+                    count += 1
+            return cls(
+                run_id=identity.get(RUN_ID) or secrets.token_hex(4),
+                settled=settled,
+                attempts=store.attempts(),
+                counters=Counters(num_rows=num_rows, settled_before=count),
+                is_new=not identity,
+            )
+
+        return await owner.call(read)
+
+    def forget(self, ordinals: Sequence[int]) -> None:
+        """These rows need work again."""
+        for ordinal in ordinals:
+            self.settled[ordinal] = 0
+        self.counters.settled_before -= len(ordinals)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.is_new and self.counters.settled_before == self.counters.num_rows
+
+
+async def begin_or_continue(
+    owner: StoreOwner,
+    out: Path,
+    identity: Identity,
+    files: Sequence[InputFile],
+    state: RunState,
+) -> Identity:
+    """What the data set is of, as the manifest has it. Raises ConfigMismatch."""
+    if state.is_new:
+        sources = [
+            Source(
+                number=number,
+                path=file.path,
+                size_bytes=file.size_bytes,
+                digest=file.digest,
+                num_rows=file.num_rows,
+            )
+            for number, file in enumerate(files)
+        ]
+        document = {**identity.to_document(), RUN_ID: state.run_id, "version": __version__}
+        await owner.call(lambda store: store.begin(document, sources))
+        return identity
+    begun_with = await begun_with_identity(owner)
+    identity.require_same(begun_with, out=out)
+    await owner.call(lambda store: store.reopen_unfinished())
+    return begun_with
+
+
+async def begun_with_identity(owner: StoreOwner) -> Identity:
+    """What the data set is of, by the manifest. Raises ConfigMismatch when that is unreadable."""
+    return Identity.from_document(await owner.call(lambda store: store.identity()))
+
+
+async def require_same_inputs(owner: StoreOwner, out: Path, files: Sequence[InputFile]) -> None:
+    """Raise ConfigMismatch for other prompts than the manifest's; this needs no server."""
+    begun_with = await begun_with_identity(owner)
+    now = replace(begun_with, inputs=tuple(file.digest for file in files))
+    now.require_same(begun_with, out=out)

@@ -1,0 +1,307 @@
+"""One process's work on a run: the tasks and what they share.
+
+One task reads and tokenises; it admits each prompt to a task of its own, which sends it, waits
+for its pieces and hands them to a mover. Everything in flight is bounded: requests by
+`concurrency`, bytes under the dump root by the budget, tasks by both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+
+from extractor.budget import ByteBudget
+from extractor.client import Client
+from extractor.config import Identity, RunOptions
+from extractor.errors import Interrupted
+from extractor.exchange import Exchange
+from extractor.mover import Mover, seal_left_open
+from extractor.plan import dump_bytes, refusal
+from extractor.preflight import Target, shm_budget
+from extractor.progress import Reporter
+from extractor.reading import in_thread
+from extractor.reconcile import Reconciled
+from extractor.retry import Failure, Remedy, RetryPolicy
+from extractor.runstate import RunState
+from extractor.shard_format import sample_bytes
+from extractor.shards import ShardSettings
+from extractor.signals import stop_on_signals
+from manifest.owner import StoreOwner
+from manifest.records import Failed, Moved, Planned, Rejected
+from manifest.states import Event, Reason
+from prompts.inputs import InputFile
+from prompts.render import Renderer
+from prompts.stream import read_prompts
+from prompts.types import BadRow, Prompt
+
+REPORT_INTERVAL_S = 0.5
+#: After a signal, requests in flight get this long to end by themselves.
+DRAIN_S = 25.0
+#: Failed rows that are named as they happen; `extractor status` lists all.
+SHOWN_FAILURES = 20
+
+
+class Session:
+    """One process's work on a run: the tasks and what they share."""
+
+    def __init__(
+        self,
+        *,
+        options: RunOptions,
+        client: Client,
+        target: Target,
+        identity: Identity,
+        renderer: Renderer,
+        owner: StoreOwner,
+        reporter: Reporter,
+        state: RunState,
+        left: Reconciled,
+    ) -> None:
+        self._options = options
+        self._target = target
+        self._layout = identity.layout
+        self._renderer = renderer
+        self._owner = owner
+        self._reporter = reporter
+        self._state = state
+        self._counters = state.counters
+        self._policy = RetryPolicy(max_attempts=options.max_attempts)
+        self._exchange = Exchange(
+            options=options,
+            client=client,
+            target=target,
+            owner=owner,
+            counters=state.counters,
+            run_id=state.run_id,
+        )
+        self._settings = shard_settings(options, identity)
+        self._left = left
+        self._next_shard = left.next_number
+        self._movers: list[Mover] = []
+        self.budget = ByteBudget(
+            shm_budget(target.ranks, options.shm_budget_bytes, limits=target.limits)
+        )
+        # A prompt's task outlives its request by the copy to the shard; twice as many tasks as
+        # requests keep the server busy meanwhile.
+        self._tasks = asyncio.Semaphore(2 * options.concurrency)
+        self._stop = asyncio.Event()
+
+    async def run(self, files: Sequence[InputFile]) -> None:
+        """Settle every row that is not settled yet. Raises Interrupted after a signal."""
+        await self._open_shards()
+        with stop_on_signals(self._stop):
+            await self._run_until_settled(files)
+        if self._stop.is_set():
+            raise Interrupted(
+                f"stopped with {self._counters.settled} of {self._counters.num_rows} rows "
+                "settled; the same command goes on"
+            )
+
+    async def _run_until_settled(self, files: Sequence[InputFile]) -> None:
+        is_complete = False
+        try:
+            await self._run_tasks(files)
+            is_complete = not self._stop.is_set()
+        except asyncio.CancelledError:
+            if not self._stop.is_set():
+                raise  # somebody else's cancellation
+            raise Interrupted("stopped at once; what was in flight is sent again") from None
+        finally:
+            await self._exchange.close()
+            for mover in self._movers:
+                await mover.close(seal=is_complete)
+            self._reporter.update(self._counters)
+            self._reporter.close()
+
+    async def _run_tasks(self, files: Sequence[InputFile]) -> None:
+        async with asyncio.TaskGroup() as helpers:
+            background = [
+                helpers.create_task(self._exchange.collector.run(), name="collector"),
+                helpers.create_task(self._report(), name="reporter"),
+                helpers.create_task(self._enforce_drain(), name="drain"),
+                helpers.create_task(self._exchange.watch_server(), name="server-watch"),
+                *(
+                    helpers.create_task(mover.run(), name=f"mover-{number}")
+                    for number, mover in enumerate(self._movers)
+                ),
+            ]
+            async with asyncio.TaskGroup() as work:
+                await self._admit_all(files, work)
+            for task in background:
+                task.cancel()
+
+    # --- prompts -----------------------------------------------------------------------------
+
+    async def _admit_all(self, files: Sequence[InputFile], work: asyncio.TaskGroup) -> None:
+        settled = self._state.settled
+        source_numbers = {file.path: number for number, file in enumerate(files)}
+        rows = read_prompts(files, self._renderer, skip=lambda ordinal: bool(settled[ordinal]))
+        async for item in in_thread(rows):
+            if self._stop.is_set():
+                return
+            source = source_numbers[item.source]
+            if isinstance(item, BadRow):
+                self._reject(item, source, Reason(item.reason.value), item.detail)
+                continue
+            refused = refusal(item, self._target.limits)
+            size = dump_bytes(item.num_tokens, self._layout, self._target.limits)
+            if refused is not None:
+                self._reject(item, source, refused.reason, refused.detail)
+                continue
+            if size > self.budget.total_bytes:
+                detail = (
+                    f"its dumps take {size} bytes, the budget under the dump root is "
+                    f"{self.budget.total_bytes} (--shm-budget)"
+                )
+                self._reject(item, source, Reason.TOO_LARGE, detail)
+                continue
+            await self._tasks.acquire()
+            if self._stop.is_set():
+                return
+            self._owner.post(
+                Planned(
+                    ordinal=item.ordinal,
+                    source=source,
+                    line=item.line,
+                    label=item.label,
+                    key=item.key,
+                    num_tokens=item.num_tokens,
+                    num_trained=item.num_trained,
+                )
+            )
+            work.create_task(self._process(item, size), name=f"prompt-{item.ordinal}")
+
+    def _reject(self, row: Prompt | BadRow, source: int, reason: Reason, detail: str) -> None:
+        self._owner.post(
+            Rejected(
+                ordinal=row.ordinal,
+                source=source,
+                line=row.line,
+                label=row.label,
+                reason=reason,
+                detail=detail,
+                key=row.key if isinstance(row, Prompt) else None,
+                num_tokens=row.num_tokens if isinstance(row, Prompt) else None,
+            )
+        )
+        self._count_failed(row, reason, detail)
+
+    async def _process(self, prompt: Prompt, size_bytes: int) -> None:
+        """Attempts, until the prompt is stored or given up, or the run stops."""
+        try:
+            attempt = self._state.attempts.get(prompt.ordinal, 0)
+            setbacks = 0  # of this session
+            counted = 0  # setbacks that were this prompt's own
+            while not self._stop.is_set():
+                attempt += 1
+                async with self.budget.hold(size_bytes):
+                    if self._stop.is_set():
+                        return
+                    failure = await self._attempt(prompt, attempt)
+                if failure is None:
+                    self._count_stored(prompt)
+                    return
+                if failure.is_transport:
+                    await self._exchange.check_silence(failure)
+                setbacks += 1
+                counted += not failure.is_not_counted
+                remedy = self._policy.remedy(failure, num_counted=counted)
+                if remedy is Remedy.GIVE_UP:
+                    self._give_up(prompt, failure, attempt)
+                    return
+                self._counters.retried += 1
+                self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.RETRY, attempts=attempt))
+                delay_s = self._policy.delay_s(setbacks, chance=random.random())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), delay_s)
+        finally:
+            self._tasks.release()
+
+    def _count_stored(self, prompt: Prompt) -> None:
+        self._counters.stored += 1
+        self._counters.tokens += prompt.num_tokens
+        self._counters.stored_bytes += sample_bytes(prompt.num_tokens, self._layout)
+
+    def _give_up(self, prompt: Prompt, failure: Failure, attempt: int) -> None:
+        self._owner.post(
+            Failed(
+                ordinal=prompt.ordinal,
+                reason=failure.reason,
+                detail=failure.detail,
+                attempts=attempt,
+            )
+        )
+        self._count_failed(prompt, failure.reason, failure.detail)
+
+    def _count_failed(self, row: Prompt | BadRow, reason: Reason, detail: str) -> None:
+        self._counters.failed += 1
+        if self._counters.failed <= SHOWN_FAILURES:
+            self._reporter.note(f"{row.source}:{row.line}: {reason}: {detail}")
+        elif self._counters.failed == SHOWN_FAILURES + 1:
+            self._reporter.note("… further failed rows: see `extractor status`")
+
+    async def _attempt(self, prompt: Prompt, attempt: int) -> Failure | None:
+        """Send once; None when the sample is durable, else why this attempt gave none."""
+        outcome = await self._exchange.fetch(prompt, attempt)
+        if isinstance(outcome, Failure):
+            return outcome
+        self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.DUMP, attempts=attempt))
+        mover = min(self._movers, key=lambda mover: mover.backlog)
+        return await mover.store(prompt, outcome, attempts=attempt)
+
+    # --- shards ------------------------------------------------------------------------------
+
+    async def _open_shards(self) -> None:
+        """Make the movers; they go on with the shards that earlier sessions left open."""
+        self._movers = [self._new_mover() for _ in range(self._options.num_movers)]
+        movers = list(self._movers)
+        for found in self._left.open_shards:
+            if movers:
+                await movers.pop().resume(found.shard, found.rows)
+            else:  # this session has fewer movers
+                await seal_left_open(self._settings, self._owner, found.shard, found.rows)
+
+    def _new_mover(self) -> Mover:
+        return Mover(
+            self._settings,
+            self._owner,
+            next_number=self._take_shard_number,
+            rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
+        )
+
+    def _take_shard_number(self) -> int:
+        self._next_shard += 1
+        return self._next_shard - 1
+
+    # --- housekeeping ------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        while True:
+            self._counters.in_flight = len(self._exchange.rids)
+            self._counters.shm_bytes = self.budget.used_bytes
+            self._reporter.update(self._counters)
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    async def _enforce_drain(self) -> None:
+        """After a stop, let what is in flight end; but not for ever."""
+        await self._stop.wait()
+        self._reporter.note(
+            f"stopping: {len(self._exchange.rids)} requests in flight get {DRAIN_S:.0f} s to end; "
+            "interrupt again to stop at once"
+        )
+        await asyncio.sleep(DRAIN_S)
+        raise Interrupted(
+            f"stopped; what was in flight after {DRAIN_S:.0f} s is sent again next time"
+        )
+
+
+def shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:
+    """What every shard of the run has in common."""
+    return ShardSettings(
+        directory=options.shards_path,
+        identity=identity,
+        shard_bytes=options.shard_bytes,
+        file_mode=options.file_mode,
+    )
