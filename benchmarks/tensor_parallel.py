@@ -1,0 +1,282 @@
+"""Tensor parallel on real GPUs: one dump per piece, equal values, equal speed, no hang.
+
+    python benchmarks/tensor_parallel.py --model DIR [--dp-attention] -- --attention-backend triton
+
+Starts at once: a plain server on all GPUs, one with the plugin on all GPUs, one with the plugin on
+one GPU, and with `--dp-attention` one more whose GPUs each serve their own requests. DIR has real
+(if random) weights: see weights.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.engines import Engine, EngineSpec, engines
+from benchmarks.load import prefill_s, random_prompts
+from benchmarks.prefill_overhead import measure, show
+from extractor.collect import DumpFile, DumpWatcher
+from extractor.serve import free_port
+from extractor.shard_format import decode_shard_header
+from manifest.correlate import Piece, Tiling, tile
+from prompts.types import Prompt
+
+ANSWER_TIMEOUT_S = 120.0
+
+
+async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
+    """Mixed lengths at once: every prompt's pieces tile it once, with its own tokens."""
+    generator = np.random.default_rng(seed)
+    vocab_size = server.ranks[0].ready.vocab_size
+    prompts: list[Prompt] = []
+    for number, length in enumerate(generator.integers(1, 6000, size=48)):
+        (prompt,) = random_prompts(
+            1, num_tokens=int(length), vocab_size=vocab_size, generator=generator
+        )
+        prompts.append(
+            Prompt(
+                ordinal=number,
+                source="random",
+                line=number + 1,
+                label=None,
+                input_ids=prompt.input_ids,
+                loss_mask=prompt.loss_mask,
+            )
+        )
+    await prefill_s(server.url, prompts, concurrency=48)
+    await asyncio.sleep(2.0)
+    pieces: dict[int, list[Piece[DumpFile]]] = defaultdict(list)
+    wrong = 0
+    for _, arrival in DumpWatcher(server.ranks).poll():
+        if not isinstance(arrival, DumpFile):
+            wrong += 1
+            continue
+        header = arrival.dump.header
+        ordinal = int(header.rid.rpartition("-")[2])
+        pieces[ordinal].append(Piece(start=header.start, rows=header.rows, handle=arrival))
+        span = arrival.dump.tensors["input_ids"]
+        ids = np.frombuffer(arrival.path.read_bytes()[span.begin : span.end], dtype="<i4")
+        sent = prompts[ordinal].input_ids[header.start : header.start + header.rows]
+        wrong += not np.array_equal(ids, sent)
+        arrival.path.unlink()
+    whole = sum(
+        tile(pieces[prompt.ordinal], prompt.num_tokens) is Tiling.COMPLETE for prompt in prompts
+    )
+    return {
+        "prompts": len(prompts),
+        "whole": whole,
+        "pieces": sum(map(len, pieces.values())),
+        "wrong": wrong,
+        "writers": len(server.ranks),
+        "writers_used": len({p.handle.path.parent for ps in pieces.values() for p in ps}),
+        "ready": {
+            "tp_size": server.ranks[0].ready.tp_size,
+            "dp_size": server.ranks[0].ready.dp_size,
+            "boundaries": server.ranks[0].ready.boundaries,
+        },
+    }
+
+
+def extract(server: Engine, prompts: Path, out: Path, dump_root: Path) -> dict[str, Any]:
+    """The real client: `extractor run` and `extractor verify`; the session's figures."""
+    command = [sys.executable, "-m", "extractor"]
+    ran = subprocess.run(
+        [*command, "run", prompts, "--out", out, "--server", server.url, "--tokenizer", "none",
+         "--dump-dir", dump_root, "--json"],
+        stdout=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    verified = subprocess.run([*command, "verify", out], stdout=subprocess.PIPE, check=False)
+    if ran.returncode or verified.returncode:
+        raise RuntimeError(f"run {ran.returncode}, verify {verified.returncode}: {ran.stdout!r}")
+    session: dict[str, Any] = json.loads(ran.stdout)["session"]
+    return session
+
+
+def compare(first: Path, second: Path) -> dict[str, Any]:
+    """Relative distance |a - b| / |b| of each row's states, by boundary: p50, p99, max.
+
+    `neighbour` is the same distance between adjacent captured boundaries of one data set: what a
+    layer taken for another would show.
+    """
+    a, b = _states(first), _states(second)
+    assert a.keys() == b.keys(), "the data sets hold different prompts"
+    by_name: dict[str, list[npt.NDArray[np.float32]]] = defaultdict(list)
+    for ordinal in a:
+        for name in a[ordinal]:
+            by_name[name].append(_distance(a[ordinal][name], b[ordinal][name]))
+        names = [name for name in a[ordinal] if name.startswith("h[")]
+        for lower, upper in itertools.pairwise(names):
+            by_name["neighbour"].append(_distance(b[ordinal][lower], b[ordinal][upper]))
+    result = {}
+    for name, parts in by_name.items():
+        values = np.concatenate(parts)
+        result[name] = {
+            "p50": float(np.quantile(values, 0.5)),
+            "p99": float(np.quantile(values, 0.99)),
+            "max": float(values.max()),
+        }
+    return result
+
+
+def _distance(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    difference: npt.NDArray[np.float32] = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
+    return difference
+
+
+def _states(out: Path) -> dict[int, dict[str, npt.NDArray[np.float32]]]:
+    """ordinal -> "h[b]" or "last" -> [N, H] float32."""
+    boundaries = json.loads((out / "dataset.json").read_bytes())["boundaries"]
+    samples: dict[int, dict[str, npt.NDArray[np.float32]]] = defaultdict(dict)
+    for path in sorted((out / "shards").glob("shard-*.safetensors")):
+        data = path.read_bytes()
+        header = decode_shard_header(data[: 8 + int.from_bytes(data[:8], "little")])
+        header.pop("__metadata__")
+        begin = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in header.items():
+            ordinal, _, kind = name.partition(".")
+            if kind not in ("aux", "last"):
+                continue
+            first, end = entry["data_offsets"]  # type: ignore[misc]
+            bits = np.frombuffer(data[begin + first : begin + end], dtype=np.uint16)
+            values = (bits.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])  # type: ignore[call-overload]
+            if kind == "last":
+                samples[int(ordinal)]["last"] = values
+                continue
+            for boundary, part in zip(
+                boundaries, np.split(values, len(boundaries), axis=1), strict=True
+            ):
+                samples[int(ordinal)][f"h[{boundary}]"] = part
+    return samples
+
+
+async def check_fault(server: Engine, *, seed: int) -> dict[str, Any]:
+    """Remove the dump directory while requests run: every rank must go on answering."""
+    prompts = random_prompts(
+        64, num_tokens=1024, vocab_size=server.ranks[0].ready.vocab_size,
+        generator=np.random.default_rng(seed),
+    )  # fmt: skip
+    running = asyncio.create_task(prefill_s(server.url, prompts, concurrency=16))
+    await asyncio.sleep(0.2)
+    for rank in server.ranks:
+        while rank.directory.exists():  # files appear in it while it is being removed
+            shutil.rmtree(rank.directory, ignore_errors=True)
+    begun = time.perf_counter()
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        await running
+        await prefill_s(server.url, prompts, concurrency=16)
+    return {"answered_after_s": time.perf_counter() - begun, "alive": True}
+
+
+def write_prompts(path: Path, *, vocab_size: int, seed: int) -> None:
+    """24 rows of ids of mixed length."""
+    generator = np.random.default_rng(seed)
+    with open(path, "w") as file:
+        for length in generator.integers(8, 3000, size=24):
+            ids = generator.integers(3, vocab_size, size=int(length)).tolist()
+            file.write(json.dumps({"input_ids": ids}) + "\n")
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    work = Path(tempfile.mkdtemp(prefix="tensor-parallel-", dir="/dev/shm"))
+    width = ("--tp-size", str(options.tp))
+    layouts: dict[str, tuple[str, ...] | None] = {
+        "plain": width,
+        "patched": width,
+        "single": ("--tp-size", "1"),
+    }
+    if options.dp_attention:
+        layouts["dp-attention"] = (*width, "--dp-size", str(options.tp), "--enable-dp-attention")
+    specs = [
+        EngineSpec(
+            name=name,
+            model=options.model,
+            port=free_port(),
+            dump_root=None if name == "plain" else work / "dumps",
+            arguments=(*options.arguments, *arguments),
+        )
+        for name, arguments in layouts.items()
+        if arguments is not None
+    ]
+    report: dict[str, Any] = {"model": options.model, "tp": options.tp}
+    try:
+        async with engines(specs, log_directory=options.logs) as running:
+            patched = running["patched"]
+            report["start_s"] = {name: round(e.start_s, 1) for name, e in running.items()}
+            vocab_size = patched.ranks[0].ready.vocab_size
+            write_prompts(work / "prompts.jsonl", vocab_size=vocab_size, seed=1)
+            outs: dict[str, Path] = {}
+            for name, server in running.items():
+                if name == "plain":
+                    continue
+                report[f"dumps_{name}"] = await check_dumps(server, seed=2)
+                _print(f"dumps_{name}", report[f"dumps_{name}"])
+                outs[name] = work / f"out-{name}"
+                extract(server, work / "prompts.jsonl", outs[name], work / "dumps")
+            outs["again"] = work / "out-again"
+            extract(running["single"], work / "prompts.jsonl", outs["again"], work / "dumps")
+            for name, out in outs.items():
+                if name != "single":
+                    report[f"values_{name}_vs_single"] = compare(out, outs["single"])
+                    _print(f"values_{name}_vs_single", report[f"values_{name}_vs_single"])
+            report["overhead"] = []
+            for prompt_tokens in options.prompt_tokens:
+                result = await measure(
+                    running["plain"],
+                    patched,
+                    prompt_tokens=prompt_tokens,
+                    tokens_per_round=options.tokens_per_round,
+                    rounds=options.rounds,
+                    concurrency=options.concurrency,
+                )
+                show(result)
+                report["overhead"].append(asdict(result))
+            report["fault"] = await check_fault(patched, seed=3)
+            _print("fault", report["fault"])
+            if options.dp_attention:
+                report["fault_dp_attention"] = await check_fault(running["dp-attention"], seed=4)
+                _print("fault_dp_attention", report["fault_dp_attention"])
+    except Exception as error:
+        report["error"] = repr(error)
+        raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1))
+    return report
+
+
+def _print(name: str, value: object) -> None:
+    print(f"{name}: {json.dumps(value)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--dp-attention", action="store_true")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[2048])
+    parser.add_argument("--tokens-per-round", type=int, default=500_000)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/tensor-parallel"))
+    parser.add_argument("--json", type=Path, help="where the report goes too")
+    parser.add_argument("arguments", nargs="*", help="SGLang arguments, after --")
+    asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
