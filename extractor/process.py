@@ -64,6 +64,7 @@ class ServerProcess:
         for child in alive:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
+        await asyncio.to_thread(psutil.wait_procs, alive, STOP_PATIENCE_S)
         # Children that were born meanwhile are still in the group.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)

@@ -230,6 +230,8 @@ async def _is_listening(url: str) -> bool:
     except OSError:
         return False
     writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
     return True
 
 

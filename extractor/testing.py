@@ -43,6 +43,7 @@ from server_patch.dump_format import (
     encode_ready,
     error_name,
 )
+from server_patch.settings import BOOT_ID
 
 _HASH_STEP = 0x9E3779B1  # 2**32 divided by the golden ratio: spreads neighbours far apart
 
@@ -134,10 +135,11 @@ class FakeServer:
         chunk_tokens: int = 0,
         delay_s: float = 0.0,
         faults: FaultPlan = no_faults,
+        boot_id: str | None = None,
     ) -> None:
         """`chunk_tokens` > 0 cuts prompts into pieces of at most that many rows, out of order."""
         self.model = model or FakeModel()
-        self.boot_id = secrets.token_hex(4)
+        self.boot_id = boot_id or secrets.token_hex(4)
         self.directory = dump_root / self.boot_id / "0"
         self.requests: list[str] = []  # rids, in order of arrival
         self.aborted: list[str] = []
@@ -370,6 +372,7 @@ async def _serve(options: argparse.Namespace) -> None:
         chunk_tokens=options.chunk_tokens,
         delay_s=options.delay_s,
         faults=plan,
+        boot_id=os.environ.get(BOOT_ID),
     )
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

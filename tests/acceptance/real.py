@@ -34,6 +34,8 @@ def real_server(directory: Path) -> Iterator[Real]:
             extra_args=(
                 "--chunked-prefill-size", "32",
                 "--context-length", str(CONTEXT_TOKENS),
+                # Else it would spin on a core while other tests run.
+                "--sleep-on-idle",
             ),
             # On a busy machine the threads of a team wait for each other longer than they work.
             env={"OMP_NUM_THREADS": "1"},

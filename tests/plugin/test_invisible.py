@@ -16,7 +16,7 @@ from server_patch.dump_format import dump_name
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
 
-ARGS = ("--chunked-prefill-size", "32", "--random-seed", "7")
+ARGS = ("--sleep-on-idle", "--chunked-prefill-size", "32", "--random-seed", "7")
 #: What differs between two runs of anything.
 VOLATILE = ("latency", "time", "_ts", "duration", "throughput")
 

@@ -1,0 +1,185 @@
+"""`running_server()` with stand-ins for SGLang: each stage, each way to get stuck or die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import extractor.serve
+from extractor.client import Client
+from extractor.engine import ServeOptions
+from extractor.errors import MissingExtra, PluginError, ServerError, UsageError
+from extractor.serve import Stage, free_port, running_server
+
+#: A server that comes up: the fake one, which says of its weights what SGLang says.
+GOOD = """
+import sys
+print("Load weight end. elapsed=1 s", flush=True)
+from extractor.testing import main
+sys.argv = ["testing", "--dump-root", {root!r}, "--port", "{port}"]
+main()
+"""
+#: One whose plugin gives up.
+REFUSED = """
+import asyncio, os, pathlib, sys
+print("Load weight end", flush=True)
+directory = pathlib.Path({root!r}) / os.environ["SGLANG_HS_BOOT_ID"] / "0"
+directory.mkdir(parents=True)
+(directory / "FAILED.json").write_text('{{"reason": "this model cannot"}}')
+os.environ["SGLANG_HS_BOOT_ID"] = "another"
+from extractor.testing import main
+sys.argv = ["testing", "--dump-root", {root!r} + "-else", "--port", "{port}"]
+main()
+"""
+STUCK = "import time; print('loading shard 3 of 9', flush=True); time.sleep(600)"
+DEAD = "print('CUDA out of memory'); raise SystemExit(7)"
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def any_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extractor.serve, "_engine_version", lambda: "0.5.23")
+
+
+def options_for(
+    script: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **values: float
+) -> ServeOptions:
+    options = ServeOptions(
+        model="m", port=free_port(), dump_root=root, log_path=tmp_path / "log", **values
+    )  # type: ignore[arg-type]
+    text = script.format(root=str(root), port=options.port) if "{" in script else script
+    monkeypatch.setattr(
+        ServeOptions, "command", lambda self, python, engine_version: [sys.executable, "-c", text]
+    )
+    return options
+
+
+async def test_a_server_passes_every_stage_and_is_gone_after_the_block(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
+    async with running_server(options, note=notes.append) as server:
+        told = "\n".join(notes)
+        assert [stage for stage in Stage if stage.title in told] == list(Stage)
+        assert server.target.ready.boot_id.count("-") == 2  # the one that we named
+        async with Client(server.url, concurrency=1, request_timeout_s=5) as client:
+            assert await client.is_answering()
+    assert server.process.exit_status is not None
+    assert list(dump_root.iterdir()) == []
+
+
+async def test_a_stall_names_the_stage_the_last_line_and_what_to_try(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(STUCK, dump_root, tmp_path, monkeypatch, stall_s=0.3)
+    stalled = asyncio.Event()
+    notes: list[str] = []
+
+    def note(message: str) -> None:
+        notes.append(message)
+        if "stalled" in message:
+            stalled.set()
+
+    async def start() -> None:
+        async with running_server(options, note=note):
+            raise AssertionError("it cannot be up")
+
+    task = asyncio.create_task(start())
+    await stalled.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (message,) = [note for note in notes if "stalled" in note][:1]
+    assert "since 'log growing'" in message
+    assert "loading shard 3 of 9" in message
+    assert Stage.LOGGING.advice in message
+
+
+async def test_a_server_that_dies_is_reported_with_the_end_of_its_log(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(DEAD, dump_root, tmp_path, monkeypatch)
+    with pytest.raises(ServerError, match=r"(?s)status 7.*CUDA out of memory"):
+        async with running_server(options, note=lambda _: None):
+            pass
+
+
+async def test_a_plugin_that_gives_up_ends_the_start_with_its_reason(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(REFUSED, dump_root, tmp_path, monkeypatch)
+    with pytest.raises(PluginError, match="this model cannot"):
+        async with running_server(options, note=lambda _: None):
+            pass
+    assert list(dump_root.iterdir()) == []
+
+
+async def test_the_whole_process_tree_ends_with_the_block(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.process, "STOP_PATIENCE_S", 0.5)
+    options = options_for(FAMILY, dump_root, tmp_path, monkeypatch)
+    logged = asyncio.Event()
+
+    async def start() -> None:
+        async with running_server(
+            options, note=lambda text: logged.set() if "log growing" in text else None
+        ):
+            raise AssertionError("it cannot be up")
+
+    task = asyncio.create_task(start())
+    await logged.wait()
+    child = psutil.Process(int((tmp_path / "log").read_text().split()[1]))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_taken_port_is_refused_before_anything_is_started(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
+    listener = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", options.port)
+    try:
+        with pytest.raises(UsageError, match="--port"):
+            async with running_server(options, note=lambda _: None):
+                pass
+    finally:
+        listener.close()
+        await listener.wait_closed()
+    assert not (tmp_path / "log").exists()
+
+
+async def test_without_sglang_the_exact_pip_line_is_printed(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> str:
+        raise MissingExtra(command="extractor serve", extra="server", package="sglang")
+
+    options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
+    monkeypatch.setattr(extractor.serve, "_engine_version", missing)
+    with pytest.raises(MissingExtra, match=r"pip install 'hidden-state-extractor\[server\]'"):
+        async with running_server(options, note=lambda _: None):
+            pass
+
+
+async def test_a_server_killed_by_somebody_else_is_noticed(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
+    async with running_server(options, note=lambda _: None) as server:
+        os.kill(server.process.pid, signal.SIGKILL)
+        assert await server.process.wait() == -signal.SIGKILL
