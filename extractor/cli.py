@@ -29,7 +29,7 @@ from extractor.config import (
     RunOptions,
 )
 from extractor.doctor import examine
-from extractor.engine import PRESETS, ServeOptions
+from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PRESETS, ServeOptions
 from extractor.errors import Interrupted, ServerError, UsageError, exit_code, first_known
 from extractor.progress import reporter_for
 from extractor.run import RunSummary, run
@@ -94,8 +94,8 @@ DUMP_DIR_OPTION = click.option(
 )
 LAYERS_OPTION = click.option(
     "--layers",
-    default="eagle3",
-    show_default=True,
+    default=None,
+    show_default=DEFAULT_LAYERS,
     metavar="LIST",
     help="Boundaries to capture: eagle3, or indices such as 3,31,59. "
     "Index b is the residual stream entering layer b.",
@@ -104,8 +104,8 @@ LAST_OPTION = click.option(
     "--last",
     "last_kind",
     type=click.Choice(["post", "pre", "both"]),
-    default="post",
-    show_default=True,
+    default=None,
+    show_default=DEFAULT_LAST_KIND,
     help="Last state to keep: after the final norm, before it, or both.",
 )
 
@@ -236,8 +236,8 @@ def run_command(
     prompts: tuple[Path, ...],
     server_url: str | None,
     model: str | None,
-    layers: str,
-    last_kind: str,
+    layers: str | None,
+    last_kind: str | None,
     num_movers: int | None,
     as_json: bool,
     **values: Any,
@@ -247,6 +247,9 @@ def run_command(
     options = RunOptions(
         prompts=prompts,
         server_url=server_url or DEFAULT_SERVER_URL,
+        model=model,
+        layers=layers,
+        last_kind=last_kind,
         num_movers=num_movers or min(8, max(1, (os.cpu_count() or 1) // 4)),
         **values,
     )
@@ -256,8 +259,8 @@ def run_command(
             model=model,
             port=free_port(),
             dump_root=options.dump_root,
-            layers=layers,
-            last_kind=last_kind,
+            layers=layers or DEFAULT_LAYERS,
+            last_kind=last_kind or DEFAULT_LAST_KIND,
             arguments=arguments,
         )
     elif arguments:
@@ -376,13 +379,24 @@ def _print_summary(summary: RunSummary, out: Path, *, as_json: bool) -> None:
     help="Silence after which a stall is reported.",
 )
 @click.pass_context
-def serve_command(context: click.Context, /, port: int, **values: Any) -> None:
+def serve_command(
+    context: click.Context,
+    /,
+    port: int,
+    layers: str | None,
+    last_kind: str | None,
+    **values: Any,
+) -> None:
     """Start SGLang with the plugin; print its address on stdout when it is ready.
 
     Ends when the server does, or with Ctrl-C, which stops the server's whole process tree.
     """
     options = ServeOptions(
-        port=port or free_port(), arguments=context.meta[SGLANG_ARGUMENTS], **values
+        port=port or free_port(),
+        layers=layers or DEFAULT_LAYERS,
+        last_kind=last_kind or DEFAULT_LAST_KIND,
+        arguments=context.meta[SGLANG_ARGUMENTS],
+        **values,
     )
     _run_async(_serve(options))
 

@@ -159,6 +159,10 @@ class RunOptions:
     dump_timeout_s: float = 60.0  # from the answer to the last piece
     server_wait_s: float = 0.0  # how long a server may take to come up
     file_mode: int = 0o644  # of shards and manifest
+    # What the server must serve, where the user said so; None: whatever it does.
+    model: str | None = None
+    layers: str | None = None  # eagle3, or boundary indices as in "3,31,59"
+    last_kind: str | None = None
     retry_failed: bool = False  # rows that an earlier session gave up are tried again
 
     def __post_init__(self) -> None:

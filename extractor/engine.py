@@ -12,6 +12,9 @@ from extractor.config import DEFAULT_DUMP_ROOT
 from extractor.errors import UsageError
 from server_patch import settings as plugin
 
+DEFAULT_LAYERS: Final = "eagle3"
+DEFAULT_LAST_KIND: Final = "post"
+
 #: Settings of a host whose GPUs have no fast link between them (and of one that hung without).
 MULTI_GPU_ENVIRONMENT: Final[Mapping[str, str]] = {
     "NCCL_PROTO": "LL",
@@ -48,8 +51,8 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 30000
     dump_root: Path = DEFAULT_DUMP_ROOT
-    layers: str = "eagle3"  # or boundary indices, as in "3,31,59"
-    last_kind: str = "post"
+    layers: str = DEFAULT_LAYERS  # or boundary indices, as in "3,31,59"
+    last_kind: str = DEFAULT_LAST_KIND
     radix_cache: bool = False
     preset: str = "none"
     ring_bytes: int | None = None

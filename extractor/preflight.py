@@ -16,8 +16,9 @@ import numpy as np
 from extractor.client import Client, ServerFacts, wait_until_answering
 from extractor.collect import Rank
 from extractor.collector import Collector
-from extractor.config import Layout
+from extractor.config import Layout, RunOptions
 from extractor.errors import (
+    ConfigMismatch,
     PluginError,
     ServerError,
     ServerUnreachable,
@@ -26,11 +27,12 @@ from extractor.errors import (
     is_out_of_space,
 )
 from extractor.files import free_bytes
-from extractor.plan import Limits, Request, dump_bytes, make_rid, rid_prefix
+from extractor.plan import RID_PREFIX, Limits, Request, dump_bytes, make_rid, rid_prefix
 from extractor.retry import Failure
 from extractor.verify import check_ids, check_reply
 from extractor.writers import ranks_of, scan_writers
 from prompts.types import Prompt
+from server_patch import settings
 from server_patch.dump_format import READY_NAME, Ready
 
 PROBE_TIMEOUT_S = 60.0
@@ -72,6 +74,11 @@ def require_plugin(root: Path, *, url: str, facts: ServerFacts) -> tuple[Rank, .
             f"{ranks[0].directory / READY_NAME} is of model {ready.model_path}, "
             f"the server at {url} serves {facts.model_path}: another server's dump directory?"
         )
+    if not RID_PREFIX.startswith(ready.rid_prefix):
+        raise PluginError(
+            f"the server at {url} dumps requests whose rid begins with {ready.rid_prefix!r} "
+            f"(SGLANG_HS_RID_PREFIX); ours begin with {RID_PREFIX!r}"
+        )
     for rank in ranks[1:]:
         for name in ("boundaries", "hidden_size", "dtype", "last_kind", "rid_prefix"):
             if getattr(rank.ready, name) != getattr(ready, name):
@@ -80,6 +87,39 @@ def require_plugin(root: Path, *, url: str, facts: ServerFacts) -> tuple[Rank, .
                     f"{getattr(ready, name)!r} and {getattr(rank.ready, name)!r}"
                 )
     return ranks
+
+
+def require_wanted(options: RunOptions, ready: Ready) -> None:
+    """Raise ConfigMismatch when the server captures something else than the user asked for."""
+    differences = []
+    if options.model is not None and not _same_model(options.model, ready.model_path):
+        differences.append(f"--model {options.model}: it serves {ready.model_path}")
+    if options.layers is not None:
+        environ = {settings.DUMP_DIR: "/", settings.BOUNDARIES: options.layers}
+        try:
+            asked = settings.Settings.from_environ(environ)
+            assert asked is not None
+            boundaries = asked.resolve_boundaries(ready.num_layers)
+        except settings.SettingsError as error:
+            raise UsageError(f"--layers {options.layers}: {error}") from error
+        if boundaries != ready.boundaries:
+            differences.append(
+                f"--layers {options.layers}: it captures boundaries {list(ready.boundaries)}"
+            )
+    if options.last_kind is not None and options.last_kind != ready.last_kind:
+        differences.append(f"--last {options.last_kind}: it keeps {ready.last_kind}")
+    if differences:
+        raise ConfigMismatch(
+            f"the server on port {ready.port} is not what was asked for:\n  "
+            + "\n  ".join(differences)
+            + "\nStart another, name it with --server, or leave the option out."
+        )
+
+
+def _same_model(asked: str, served: str) -> bool:
+    return asked == served or (
+        Path(asked).exists() and Path(served).exists() and Path(asked).samefile(served)
+    )
 
 
 def limits_of(facts: ServerFacts, ready: Ready) -> Limits:

@@ -24,6 +24,7 @@ from extractor.preflight import (
     require_plugin,
     require_probe,
     require_server,
+    require_wanted,
 )
 from extractor.progress import Counters, Reporter
 from extractor.reconcile import Reconciled, reconcile
@@ -139,6 +140,7 @@ async def _open_manifest(options: RunOptions) -> AsyncIterator[StoreOwner]:
 async def _preflight(options: RunOptions, client: Client) -> tuple[Target, Renderer]:
     facts = await require_server(client, wait_s=options.server_wait_s)
     ranks = require_plugin(options.dump_root, url=options.server_url, facts=facts)
+    require_wanted(options, ranks[0].ready)
     require_dump_directory(ranks)
     target = Target(facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
     tokenizer = options.tokenizer or facts.tokenizer_path

@@ -630,6 +630,28 @@ async def test_an_open_shard_that_the_manifest_never_learnt_of_is_removed(
     assert_whole(tmp_path / "out", prompts)
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"model": "another/model"}, r"--model another/model: it serves fake/model"),
+        ({"layers": "1,3"}, r"--layers 1,3: it captures boundaries \[1, 2, 3\]"),
+        ({"last_kind": "both"}, r"--last both: it keeps post"),
+    ],
+    ids=["model", "layers", "last"],
+)
+async def test_a_server_that_captures_something_else_than_asked_is_refused(
+    tmp_path: Path, dump_root: Path, notes: Notes, asked: dict[str, str], told: str
+) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, path, tmp_path / "out")
+        with pytest.raises(ConfigMismatch, match=told):
+            await run(replace(options, **asked), notes)  # type: ignore[arg-type]
+        assert server.requests == []
+        same = replace(options, model="fake/model", layers="1,2,3", last_kind="post")
+        assert states_of(await run(same, notes)) == {State.STORED: 1}
+
+
 # --- the surroundings fail --------------------------------------------------------------------
 
 

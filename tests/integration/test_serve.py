@@ -152,7 +152,9 @@ async def test_a_taken_port_is_refused_before_anything_is_started(
     dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
-    listener = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", options.port)
+    listener = await asyncio.start_server(
+        lambda reader, writer: writer.close(), "127.0.0.1", options.port
+    )
     try:
         with pytest.raises(UsageError, match="--port"):
             async with running_server(options, note=lambda _: None):
