@@ -86,6 +86,7 @@ class Audit:
             "input_rows": self.num_input_rows,
             "rows": {state.value: self.totals.by_state.get(state, 0) for state in State},
             "failed": {reason.value: n for reason, n in sorted(self.totals.by_reason.items())},
+            "untrained": self.totals.untrained,
             "duplicates": self.totals.duplicates,
             "tokens": self.totals.stored_tokens,
             "bytes": self.totals.stored_bytes,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Coroutine
@@ -27,6 +26,7 @@ from extractor.config import (
     DEFAULT_SERVER_URL,
     DEFAULT_SHARD_BYTES,
     RunOptions,
+    require_url,
 )
 from extractor.doctor import examine
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PRESETS, ServeOptions
@@ -34,6 +34,7 @@ from extractor.errors import Interrupted, ServerError, UsageError, exit_code, fi
 from extractor.progress import reporter_for
 from extractor.run import RunSummary, run
 from extractor.serve import free_port, running_server, server_answers
+from extractor.signals import STOP_SIGNALS
 from extractor.status import failed_table, read_status, totals_table
 from extractor.tables import amount, parse_bytes, table
 from manifest.states import State
@@ -246,7 +247,7 @@ def run_command(
     arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
     options = RunOptions(
         prompts=prompts,
-        server_url=server_url or DEFAULT_SERVER_URL,
+        server_url=DEFAULT_SERVER_URL if server_url is None else server_url,
         model=model,
         layers=layers,
         last_kind=last_kind,
@@ -290,6 +291,7 @@ def _print_summary(summary: RunSummary, out: Path, *, as_json: bool) -> None:
             "out": str(out),
             "rows": {state.value: summary.totals.by_state.get(state, 0) for state in State},
             "failed": {reason.value: n for reason, n in sorted(summary.totals.by_reason.items())},
+            "untrained": summary.totals.untrained,
             "duplicates": summary.totals.duplicates,
             "tokens": summary.totals.stored_tokens,
             "bytes": summary.totals.stored_bytes,
@@ -318,6 +320,8 @@ def _print_summary(summary: RunSummary, out: Path, *, as_json: bool) -> None:
                 ]
             )
         )
+    if summary.totals.by_state.get(State.FAILED, 0):
+        click.echo(f"failed rows, each with its reason: extractor status {out}")
     click.echo(f"data set in {out}; prove it with: extractor verify {out}")
 
 
@@ -326,7 +330,7 @@ def _print_summary(summary: RunSummary, out: Path, *, as_json: bool) -> None:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
-    type=int,
+    type=click.IntRange(0, 65535),
     default=30000,
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
@@ -502,6 +506,7 @@ def status_command(out: Path, all_failures: bool, as_json: bool) -> None:
 @click.pass_context
 def doctor_command(context: click.Context, /, **values: Any) -> None:
     """Check server, plugin, layers, disks and limits: one OK or PROBLEM line each."""
+    require_url(values["url"])
     if not _run_async(_doctor(**values)):
         context.exit(1)
 
@@ -519,7 +524,7 @@ def _note(message: str) -> None:
 
 
 def _run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """asyncio.run, ended in order by SIGINT or SIGTERM: raises Interrupted.
+    """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted.
 
     The handlers are set even where SIGINT was ignored, as in the background of a shell script.
     """
@@ -527,8 +532,16 @@ def _run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
     async def main() -> Result:
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+
+        def stop() -> None:
+            if task.done():
+                # All is cleaned up; only a thread that cannot be stopped (an import, a long file
+                # being read) is still waited for.
+                os._exit(Interrupted.exit_code)
+            task.cancel()
+
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, stop)
         return await coroutine
 
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from extractor.collect import (
     Arrival,
@@ -14,10 +16,11 @@ from extractor.collect import (
     ErrorFile,
     Rank,
 )
-from extractor.errors import PluginError
+from extractor.errors import PluginError, ServerError
 from extractor.files import unlink_all
 from extractor.retry import Failure
 from extractor.verify import check_header
+from extractor.writers import scan_writers
 from manifest.correlate import Correlator, Match, Piece
 from manifest.states import Reason
 
@@ -151,3 +154,10 @@ class Collector:
     @staticmethod
     def _remove(pieces: Sequence[DumpPiece]) -> None:
         unlink_all(piece.handle.path for piece in pieces)
+
+
+def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str) -> None:
+    """Remove the dumps with such rids that servers which have died since left under `root`."""
+    dead = scan_writers(root).dead
+    with suppress(ServerError):  # somebody else may be removing the directory
+        Collector(dead, rid_prefix=rid_prefix).sweep()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from extractor.errors import ConfigMismatch, UsageError
 from server_patch.dump_format import LAST_TENSORS, Ready, bytes_per_token
@@ -95,8 +96,7 @@ class Identity:
         """From what the manifest holds. Raises ConfigMismatch naming a field that it lacks."""
         if not document:
             raise UsageError(
-                "the run was cut off before its first prompt: there is nothing to look at yet; "
-                "run the same command again"
+                "no run has got as far as its first prompt here; run the same command again"
             )
         names = {field.name for field in fields(cls)}
         missing = names - set(document)
@@ -168,19 +168,20 @@ class RunOptions:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise UsageError("name at least one prompt file")
-        for name, least in (
-            ("concurrency", 1),
-            ("shard_bytes", 1),
-            ("num_movers", 1),
-            ("max_attempts", 1),
-            ("request_timeout_s", 0.001),
-            ("dump_timeout_s", 0.001),
-            ("server_wait_s", 0),
+        require_url(self.server_url)
+        for name, option, least in (
+            ("concurrency", "--concurrency", 1),
+            ("shard_bytes", "--shard-size", 1),
+            ("num_movers", "--movers", 1),
+            ("max_attempts", "--max-attempts", 1),
+            ("request_timeout_s", "--request-timeout", 0.001),
+            ("dump_timeout_s", "--dump-timeout", 0.001),
+            ("server_wait_s", "--server-wait", 0),
         ):
             if getattr(self, name) < least:
-                raise UsageError(f"{name} must be >= {least}, is {getattr(self, name)}")
+                raise UsageError(f"{option} must be >= {least}, is {getattr(self, name)}")
         if self.shm_budget_bytes is not None and self.shm_budget_bytes < 1:
-            raise UsageError(f"shm_budget_bytes must be >= 1, is {self.shm_budget_bytes}")
+            raise UsageError(f"--shm-budget must be >= 1, is {self.shm_budget_bytes}")
 
     def with_server(self, url: str) -> RunOptions:
         """The same run against another server."""
@@ -193,6 +194,17 @@ class RunOptions:
     @property
     def shards_path(self) -> Path:
         return self.out / SHARDS_DIRECTORY
+
+
+def require_url(url: str) -> None:
+    """Raise UsageError unless `url` is a server's address as we take it."""
+    try:
+        parts = urlsplit(url)
+        is_good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 0) >= 0
+    except ValueError:  # a port that is none
+        is_good = False
+    if not is_good:
+        raise UsageError(f"--server {url!r}: write it as http://HOST:PORT")
 
 
 def _shown(value: object) -> str:

@@ -35,6 +35,16 @@ PRESETS: Final[Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]]] = {
     "multi-gpu": (MULTI_GPU_ENVIRONMENT, MULTI_GPU_ARGUMENTS),
 }
 
+OPTIONS_OF_VARIABLES: Final[Mapping[str, str]] = {
+    plugin.DUMP_DIR: "--dump-dir",
+    plugin.BOUNDARIES: "--layers",
+    plugin.LAST: "--last",
+    plugin.RING_BYTES: "--ring-bytes",
+    plugin.RING_SLOTS: "--ring-slots",
+    plugin.WRITERS: "--writers",
+    plugin.FILE_MODE: "--file-mode",
+}
+
 #: Given to SGLang by us, or at odds with extraction.
 _OURS: Final = ("--model-path", "--model", "--host", "--port")
 _FORBIDDEN: Final[Mapping[str, str]] = {
@@ -72,11 +82,15 @@ class ServeOptions:
                 raise UsageError(f"extraction does not work with {name}: {_FORBIDDEN[name]}")
         if self.preset not in PRESETS:
             raise UsageError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
+        if self.model.startswith(("/", ".", "~")) and not Path(self.model).is_dir():
+            raise UsageError(f"--model {self.model}: no such folder")
+        if not self.layers.strip():
+            raise UsageError("--layers is empty: write eagle3, or a list such as 3,31,59")
         # The plugin's own parser, here rather than in the server's log minutes later.
         try:
             plugin.Settings.from_environ(self.plugin_environment(boot_id="check"))
         except plugin.SettingsError as error:
-            raise UsageError(str(error)) from error
+            raise UsageError(as_options(str(error))) from error
 
     @property
     def url(self) -> str:
@@ -121,6 +135,13 @@ class ServeOptions:
         if not self.radix_cache:
             command.append("--disable-radix-cache")
         return [*command, *preset, *self.arguments]
+
+
+def as_options(message: str) -> str:
+    """A message of the plugin's parser with our options in place of its variables."""
+    for variable, option in OPTIONS_OF_VARIABLES.items():
+        message = message.replace(variable, option)
+    return message
 
 
 def graph_arguments(engine_version: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from extractor.client import Client, ServerFacts, wait_until_answering
 from extractor.collect import Rank
 from extractor.collector import Collector
 from extractor.config import Layout, RunOptions
+from extractor.engine import as_options
 from extractor.errors import (
     ConfigMismatch,
     PluginError,
@@ -29,6 +30,7 @@ from extractor.errors import (
 from extractor.files import free_bytes
 from extractor.plan import RID_PREFIX, Limits, Request, dump_bytes, make_rid, rid_prefix
 from extractor.retry import Failure
+from extractor.tables import amount
 from extractor.verify import check_ids, check_reply
 from extractor.writers import ranks_of, scan_writers
 from prompts.types import Prompt
@@ -101,7 +103,7 @@ def require_wanted(options: RunOptions, ready: Ready) -> None:
             assert asked is not None
             boundaries = asked.resolve_boundaries(ready.num_layers)
         except settings.SettingsError as error:
-            raise UsageError(f"--layers {options.layers}: {error}") from error
+            raise UsageError(as_options(str(error))) from error
         if boundaries != ready.boundaries:
             differences.append(
                 f"--layers {options.layers}: it captures boundaries {list(ready.boundaries)}"
@@ -204,20 +206,28 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
 def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:
     """Bytes of dumps to allow at a time. Default: half of what is free now.
 
-    Raises SpaceError when that does not hold even one short prompt or exceeds what is free.
+    Raises UsageError for a budget that does not hold even one short prompt, SpaceError when that
+    much is not free.
     """
     directory = ranks[0].directory
     ready = ranks[0].ready
     free = free_bytes(directory)
     budget = free // 2 if wanted is None else wanted
-    hint = "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
-    if budget > free:
-        raise SpaceError(f"--shm-budget is {budget} bytes, {directory} has {free} free. {hint}")
     least = dump_bytes(min(1024, limits.max_prompt_tokens), layout_of(ready), limits)
+    hint = "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
+    if wanted is not None and wanted < least:
+        raise UsageError(
+            f"--shm-budget {amount(wanted)} does not hold one prompt of 1,024 tokens, "
+            f"which takes {amount(least)}"
+        )
+    if budget > free:
+        raise SpaceError(
+            f"--shm-budget is {amount(budget)}, {directory} has {amount(free)} free. {hint}"
+        )
     if budget < least:
         raise SpaceError(
-            f"{directory} has {free} bytes free; a budget of {budget} does not hold "
-            f"one prompt of 1024 tokens ({least} bytes). {hint}"
+            f"{directory} has {amount(free)} free; half of it does not hold one prompt of "
+            f"1,024 tokens ({amount(least)}). {hint}"
         )
     return budget
 
@@ -249,6 +259,8 @@ def require_dump_directory(ranks: Sequence[Rank]) -> None:
 
 def prepare_out(out: Path) -> None:
     """Make the output directory and see that it can be written. Raises UsageError, SpaceError."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; name a directory with --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
         trial = out / f".writable-{os.getpid()}"

@@ -22,6 +22,7 @@ class ServerProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path) -> None:
         self._process = process
+        self._inodes: set[int] = set()  # of what the tree has in /dev/shm
         self.log_path = log_path
 
     @property
@@ -49,13 +50,26 @@ class ServerProcess:
         lines = self.log_text(tail_bytes=4096).strip().splitlines()
         return lines[-1].strip() if lines else "(empty)"
 
+    def note_shared_memory(self) -> None:
+        """Remember what the tree has in /dev/shm now: once it is dead, nothing tells."""
+        pids = [self.pid, *(child.pid for child in descendants(self.pid))]
+        self._inodes |= shared_memory_inodes(pids)
+
+    def kill(self) -> None:
+        """End the whole tree by force, at once."""
+        for child in descendants(self.pid):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
     async def stop(self) -> None:
         """End the whole tree: politely, then by force; and remove what it leaves in /dev/shm.
 
         SIGTERM goes to the root alone, so that it can stop its children in its own order.
         """
         children = descendants(self.pid)
-        inodes = shared_memory_inodes([self.pid, *(child.pid for child in children)])
+        self.note_shared_memory()
         with suppress(ProcessLookupError):
             self._process.terminate()
         with suppress(TimeoutError):
@@ -69,7 +83,7 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
-        remove_shared_memory(inodes)
+        remove_shared_memory(self._inodes)
 
 
 @asynccontextmanager
@@ -91,7 +105,18 @@ async def started(
     try:
         yield server
     finally:
-        await server.stop()
+        stopping = asyncio.create_task(server.stop(), name="server-stop")
+        is_cancelled = False
+        while not stopping.done():
+            try:
+                await asyncio.shield(stopping)
+            except asyncio.CancelledError:
+                # Whoever cannot wait gets it by force; but nothing is left behind.
+                is_cancelled = True
+                server.kill()
+        await stopping
+        if is_cancelled:
+            raise asyncio.CancelledError
 
 
 def _die_with_parent() -> None:

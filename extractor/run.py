@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from extractor.client import Client
-from extractor.collector import Collector
+from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.config import DATASET_NAME, Identity, RunOptions
 from extractor.dataset import dataset_document
 from extractor.errors import ServerError
@@ -70,9 +70,6 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
 async def _run(
     options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
 ) -> RunSummary:
-    if options.retry_failed:
-        reopened = await owner.call(Store.reopen_failed)
-        reporter.note(f"{reopened} failed rows are tried again")
     state = await RunState.load(owner, files)
     if not state.is_new:
         await require_same_inputs(owner, options.out, files)
@@ -86,7 +83,7 @@ async def _run(
         try:
             target, renderer = await _preflight(options, client)
         except ServerError:
-            if not state.is_finished:
+            if not state.is_finished or options.retry_failed:
                 raise
             reporter.note("Every row is settled already; the server was not needed.")
             await _seal_all(owner, options, left)
@@ -103,10 +100,21 @@ async def _run(
             options.out / DATASET_NAME,
             dataset_document(identity, engine_version=target.ready.engine_version),
         )
+        if options.retry_failed:
+            # Only now: a command that is refused must leave the data set as it was.
+            reopened = await owner.call(Store.reopen_failed)
+            reporter.note(f"{reopened} failed rows are tried again")
+            state = await RunState.load(owner, files)
+        remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
         if state.is_finished:
             Collector(target.ranks, rid_prefix=rid_prefix(state.run_id)).sweep()
             await _seal_all(owner, options, left)
             return await _summary(owner, state, peak_shm_bytes=0)
+        reporter.note(
+            f"{target.facts.model_path} at {client.url}: boundaries {list(identity.boundaries)}, "
+            f"last {identity.last_kind}, {identity.dtype}; {state.counters.num_rows:,} rows, "
+            f"{state.counters.settled_before:,} settled before"
+        )
         await require_probe(client, target, run_id=state.run_id)
         session = Session(
             options=options,

@@ -29,7 +29,7 @@ from extractor.engine import ServeOptions
 from extractor.errors import MissingExtra, PluginError, ServerError, UsageError
 from extractor.preflight import Target, limits_of, require_plugin, require_probe
 from extractor.process import ServerProcess, started
-from extractor.writers import scan_writers
+from extractor.writers import remove_dead, scan_writers
 
 POLL_S = 0.25
 PROBE_REQUEST_TIMEOUT_S = 300.0
@@ -87,6 +87,7 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
     """
     engine_version = _engine_version()
     await _require_free_port(options)
+    remove_dead(options.dump_root)
     boot_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     log_path = options.log_path or _new_log_path()
     try:
@@ -98,6 +99,9 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
             note(f"SGLang {engine_version}, pid {process.pid}, log {log_path}")
             target = await _Watch(options, process, boot_id, note).until_probed()
             yield Server(url=options.url, process=process, target=target)
+            process.note_shared_memory()
+        if options.log_path is None:
+            log_path.unlink()  # kept when something went wrong
     finally:
         _remove_dumps(options.dump_root, boot_id)
 
@@ -154,6 +158,7 @@ class _Watch:
     def _reach(self, stage: Stage) -> None:
         now = time.monotonic()
         self._note(f"{now - self._began_s:7.1f} s  {stage.title}")
+        self._process.note_shared_memory()
         self._stage = stage
         self._reached_s = self._sign_s = self._told_s = now
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -91,6 +92,7 @@ class Session:
     async def run(self, files: Sequence[InputFile]) -> None:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""
         await self._open_shards()
+        self._counters.started = time.monotonic()  # the speed is that of the work, not of its start
         with stop_on_signals(self._stop):
             await self._run_until_settled(files)
         if self._stop.is_set():

@@ -1,4 +1,4 @@
-"""Edge: what SIGINT and SIGTERM do to a run."""
+"""Edge: what SIGINT, SIGTERM and SIGHUP do to a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Final
+
+#: A person's Ctrl-C, a job scheduler's end of time, a terminal that went away.
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
-    """Within the block, SIGINT and SIGTERM set `stop`; a second one cancels the current task.
+    """Within the block, each of STOP_SIGNALS sets `stop`; a second one cancels the current task.
 
     After the block either cancels it, as outside of a run.
     """
@@ -24,7 +28,7 @@ def stop_on_signals(stop: asyncio.Event) -> Iterator[None]:
         stop.set()
 
     installed: list[signal.Signals] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         with suppress(RuntimeError, ValueError):  # not the main thread: no signals come here
             loop.add_signal_handler(number, handle)
             installed.append(number)

@@ -46,6 +46,7 @@ class Status:
             "unread": self.num_unread,
             "rows": {state.value: self.totals.by_state.get(state, 0) for state in State},
             "failed": {reason.value: n for reason, n in sorted(self.totals.by_reason.items())},
+            "untrained": self.totals.untrained,
             "duplicates": self.totals.duplicates,
             "tokens": self.totals.stored_tokens,
             "bytes": self.totals.stored_bytes,
@@ -95,6 +96,8 @@ def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
     rows.append(("rows in all", f"{totals.num_rows + num_unread:,}"))
     rows.append(("tokens stored", f"{totals.stored_tokens:,}"))
     rows.append(("bytes stored", amount(totals.stored_bytes)))
+    if totals.untrained:
+        rows.append(("of these, without a trained token", f"{totals.untrained:,}"))
     if totals.duplicates:
         rows.append(("of these, duplicates", f"{totals.duplicates:,}"))
     return table(rows)

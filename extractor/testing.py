@@ -383,13 +383,23 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A fake SGLang server with the plugin.")
-    parser.add_argument("--dump-root", type=Path, required=True)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--chunk-tokens", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        prog="python -m extractor.testing",
+        description="A fake SGLang server with the plugin: no model, real HTTP, real dumps. "
+        "It has no tokenizer, and a vocabulary of 1,000 ids.",
+    )
+    parser.add_argument(
+        "--dump-root", type=Path, required=True, help="what `extractor run` calls --dump-dir"
+    )
+    parser.add_argument("--port", type=int, default=0, help="0 (default) takes a free one")
+    parser.add_argument("--chunk-tokens", type=int, default=0, help="most rows of a piece")
     parser.add_argument("--delay-s", type=float, default=0.0, help="before each answer")
-    parser.add_argument("--fault", choices=[fault.value for fault in Fault])
-    parser.add_argument("--fault-every", type=int, default=10, metavar="N")
+    parser.add_argument(
+        "--fault", choices=[fault.value for fault in Fault], help="what goes wrong now and then"
+    )
+    parser.add_argument(
+        "--fault-every", type=int, default=10, metavar="N", help="with every Nth request"
+    )
     asyncio.run(_serve(parser.parse_args()))
 
 

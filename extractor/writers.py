@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -62,6 +64,14 @@ def scan_writers(root: Path) -> Writers:
         failed=tuple(failed),
         unreadable=tuple(unreadable),
     )
+
+
+def remove_dead(root: Path) -> None:
+    """Remove the directories of servers that have died: nobody will ever ask for those dumps."""
+    for rank in scan_writers(root).dead:
+        shutil.rmtree(rank.directory, ignore_errors=True)
+        with suppress(OSError):  # another rank's directory is still in it
+            rank.directory.parent.rmdir()
 
 
 def is_alive(ready: Ready) -> bool:

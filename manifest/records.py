@@ -121,6 +121,7 @@ class Totals:
     by_reason: dict[Reason, int]
     stored_tokens: int
     stored_bytes: int
+    untrained: int  # stored samples whose mask is 0 throughout: they teach a drafter nothing
     duplicates: int  # stored samples whose key another stored sample of lower ordinal has
 
     @property

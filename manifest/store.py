@@ -285,15 +285,17 @@ class Store:
             by_reason = self._db.execute(
                 "SELECT reason, COUNT(*) FROM prompts WHERE state = 'failed' GROUP BY reason"
             ).fetchall()
-            tokens, size_bytes, num_keys, num_stored = self._db.execute(
+            tokens, size_bytes, untrained, num_keys, num_stored = self._db.execute(
                 "SELECT COALESCE(SUM(num_tokens), 0), COALESCE(SUM(size_bytes), 0), "
-                "COUNT(DISTINCT key), COUNT(*) FROM prompts WHERE state = 'stored'"
+                "COALESCE(SUM(num_trained = 0), 0), COUNT(DISTINCT key), COUNT(*) "
+                "FROM prompts WHERE state = 'stored'"
             ).fetchone()
         return Totals(
             by_state={State(state): count for state, count in by_state},
             by_reason={Reason(reason): count for reason, count in by_reason},
             stored_tokens=tokens,
             stored_bytes=size_bytes,
+            untrained=untrained,
             duplicates=num_stored - num_keys,
         )
 

@@ -208,6 +208,13 @@ def fill_and_resume(small_disk: Path, tmp_path: Path, tool: Tool, fake: Fake) ->
     assert_whole(moved, prompts)
 
 
+@pytest.mark.parametrize("port", ["70000", "-1", "x"])
+def test_a_port_that_is_none_is_2(tool: Tool, port: str) -> None:
+    done = tool("serve", "--model", "m", "--port", port)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
 # --- signals ----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -613,6 +614,45 @@ async def test_failed_rows_are_tried_again_when_asked_for_and_only_then(
     assert states_of(summary) == {State.STORED: 10, State.FAILED: 1}
     assert summary.totals.by_reason == {Reason.BAD_JSON: 1}
     assert_whole(tmp_path / "out", prompts)
+
+
+async def test_a_refused_retry_leaves_the_data_set_as_it_was(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    other = write_prompts(tmp_path / "q.jsonl", make_prompts(6))
+    async with FakeServer(dump_root, faults=faults_once({2: Fault.REJECT})).running() as server:
+        options = options_for(server, path, tmp_path / "out")
+        await run(options, notes)
+        before = rows_of(tmp_path / "out")
+        with pytest.raises(ConfigMismatch):
+            await run(replace(options, prompts=(other,), retry_failed=True), notes)
+        with pytest.raises(ConfigMismatch):
+            await run(replace(options, layers="1,2", retry_failed=True), notes)
+    with pytest.raises(ServerUnreachable):
+        await run(replace(options, retry_failed=True), notes)
+    assert rows_of(tmp_path / "out") == before
+    assert [row.state for row in before].count(State.FAILED) == 1
+
+
+async def test_what_a_dead_server_left_of_this_run_is_removed(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(3))
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, path, tmp_path / "out")
+        await run(options, notes)
+        rid = server.requests[-1]
+        dead = FakeServer(dump_root)
+        async with dead.running():
+            dead.dump(rid, np.arange(4, dtype=np.int32))
+            dead.dump("xtr-ffffffff-1-1-1", np.arange(4, dtype=np.int32))
+        ready = dead.directory / "READY.json"
+        ready.write_text(
+            re.sub(r'"pid_start_ticks": \d+', '"pid_start_ticks": 1', ready.read_text())
+        )
+        await run(options, notes)
+    assert len(dumps_under(dead.directory)) == 1  # another run's is not ours to remove
 
 
 async def test_an_open_shard_that_the_manifest_never_learnt_of_is_removed(

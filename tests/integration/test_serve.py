@@ -11,10 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+import extractor.process
 import extractor.serve
 from extractor.client import Client
 from extractor.engine import ServeOptions
 from extractor.errors import MissingExtra, PluginError, ServerError, UsageError
+from extractor.process import ServerProcess
 from extractor.serve import Stage, free_port, running_server
 
 #: A server that comes up: the fake one, which says of its weights what SGLang says.
@@ -36,6 +38,13 @@ os.environ["SGLANG_HS_BOOT_ID"] = "another"
 from extractor.testing import main
 sys.argv = ["testing", "--dump-root", {root!r} + "-else", "--port", "{port}"]
 main()
+"""
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+time.sleep(600)
 """
 STUCK = "import time; print('loading shard 3 of 9', flush=True); time.sleep(600)"
 DEAD = "print('CUDA out of memory'); raise SystemExit(7)"
@@ -145,6 +154,36 @@ async def test_the_whole_process_tree_ends_with_the_block(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_second_interrupt_ends_a_stubborn_tree_by_force(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = options_for(STUBBORN, dump_root, tmp_path, monkeypatch)
+    logged, stopping = asyncio.Event(), asyncio.Event()
+    really_stop = ServerProcess.stop
+
+    async def stop(self: ServerProcess) -> None:
+        stopping.set()
+        await really_stop(self)
+
+    monkeypatch.setattr(ServerProcess, "stop", stop)
+
+    async def start() -> None:
+        async with running_server(
+            options, note=lambda text: logged.set() if "log growing" in text else None
+        ):
+            raise AssertionError("it cannot be up")
+
+    task = asyncio.create_task(start())
+    await logged.wait()
+    child = psutil.Process(int((tmp_path / "log").read_text().split()[1]))
+    task.cancel()
+    await stopping.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task  # at once: the politeness of 15 seconds would outlast the test's patience
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 

@@ -30,7 +30,7 @@ OTHER: dict[str, Any] = {
 
 
 def test_a_manifest_cut_off_before_it_began_says_so() -> None:
-    with pytest.raises(UsageError, match="cut off before its first prompt"):
+    with pytest.raises(UsageError, match="no run has got as far"):
         Identity.from_document({})
 
 
@@ -89,18 +89,27 @@ def test_an_identity_is_that_of_the_plugin_and_the_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "option", "value"),
     [
-        ("concurrency", 0), ("shard_bytes", 0), ("num_movers", 0), ("max_attempts", 0),
-        ("request_timeout_s", 0), ("dump_timeout_s", -1), ("server_wait_s", -0.1),
-        ("shm_budget_bytes", 0),
+        ("concurrency", "--concurrency", 0), ("shard_bytes", "--shard-size", 0),
+        ("num_movers", "--movers", 0), ("max_attempts", "--max-attempts", 0),
+        ("request_timeout_s", "--request-timeout", 0), ("dump_timeout_s", "--dump-timeout", -1),
+        ("server_wait_s", "--server-wait", -0.1), ("shm_budget_bytes", "--shm-budget", 0),
     ],
 )  # fmt: skip
-def test_an_option_out_of_bounds_is_named(field: str, value: float) -> None:
-    with pytest.raises(UsageError, match=rf"{field} must be >= .*, is {value}"):
+def test_an_option_out_of_bounds_is_named(field: str, option: str, value: float) -> None:
+    with pytest.raises(UsageError, match=rf"{option} must be >= .*, is {value}"):
         RunOptions(prompts=(Path("p"),), **{field: value})  # type: ignore[arg-type]
 
 
 def test_a_run_needs_prompts() -> None:
     with pytest.raises(UsageError, match="prompt file"):
         RunOptions(prompts=())
+
+
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:30000", "host", "http://", "http://h:99999", "ftp://h"]
+)
+def test_an_address_that_is_none_is_refused_with_how_to_write_it(url: str) -> None:
+    with pytest.raises(UsageError, match="http://HOST:PORT"):
+        RunOptions(prompts=(Path("p"),), server_url=url)
