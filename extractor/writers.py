@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -75,7 +76,13 @@ def remove_dead(root: Path) -> None:
 
 
 def is_alive(ready: Ready) -> bool:
-    """Whether the very process that wrote READY.json still runs (a pid may be used again)."""
+    """Whether the very process that wrote READY.json still runs (a pid may be used again).
+
+    One in another PID namespace, as in another container, cannot be seen from here and is taken
+    for alive: its files must not be touched, and the probe tells whether it works.
+    """
+    if ready.pid_namespace not in (None, os.readlink("/proc/self/ns/pid")):
+        return True
     return process_start_ticks(ready.pid) == ready.pid_start_ticks
 
 

@@ -175,6 +175,8 @@ class Ready:
     num_writers: int
     quantization: str | None = None
     kv_cache_dtype: str | None = None
+    #: What /proc/self/ns/pid links to: `pid` means something to processes of that namespace only.
+    pid_namespace: str | None = None
 
 
 def tensor_shapes(
