@@ -18,6 +18,7 @@ from extractor.copying import BLOCK_BYTES
 from extractor.dataset import dataset_document
 from extractor.errors import CorruptData
 from extractor.files import read_into
+from extractor.report import totals_document, totals_table
 from extractor.shard_format import (
     SampleTensor,
     decode_shard_header,
@@ -26,11 +27,14 @@ from extractor.shard_format import (
     tensor_name,
 )
 from extractor.shards import open_shard_path, sealed_shard_path
+from extractor.tables import amount, table
 from extractor.verify import first_nonfinite, nonfinite_failure
 from manifest.records import Row, Shard, Totals
-from manifest.states import State
 from manifest.store import Store
 from prompts.types import prompt_key
+
+#: Findings that are printed; `--json` has all.
+SHOWN_FINDINGS = 20
 
 
 class FindingKind(StrEnum):
@@ -84,17 +88,36 @@ class Audit:
             "clean": self.is_clean,
             "fast": self.is_fast,
             "input_rows": self.num_input_rows,
-            "rows": {state.value: self.totals.by_state.get(state, 0) for state in State},
-            "failed": {reason.value: n for reason, n in sorted(self.totals.by_reason.items())},
-            "untrained": self.totals.untrained,
-            "duplicates": self.totals.duplicates,
-            "tokens": self.totals.stored_tokens,
-            "bytes": self.totals.stored_bytes,
+            **totals_document(self.totals),
             "shards": self.num_shards,
             "samples_checked": self.samples_checked,
             "bytes_checked": self.bytes_checked,
             "findings": [asdict(finding) for finding in self.findings],
         }
+
+    def to_text(self) -> str:
+        """What `extractor verify` prints: rows, what was checked, and the first findings."""
+        unread = self.num_input_rows - self.totals.num_rows
+        lines = [
+            totals_table(self.totals, num_unread=max(0, unread)),
+            table(
+                [
+                    ("shards", f"{self.num_shards:,}"),
+                    ("samples checked", f"{self.samples_checked:,}"),
+                    ("bytes checked", amount(self.bytes_checked)),
+                ]
+            ),
+        ]
+        lines += [f"FINDING  {kind}: {n:,}" for kind, n in self.findings_by_kind().items()]
+        for finding in self.findings[:SHOWN_FINDINGS]:
+            where = "" if finding.row is None else f" row {finding.row}"
+            where += "" if finding.shard is None else f" in {finding.shard}"
+            lines.append(f"  {finding.kind}{where}: {finding.detail}")
+        if len(self.findings) > SHOWN_FINDINGS:
+            hidden = len(self.findings) - SHOWN_FINDINGS
+            lines.append(f"  … and {hidden:,} more: --json lists all")
+        lines.append("clean" if self.is_clean else f"{len(self.findings):,} findings")
+        return "\n".join(lines)
 
     def findings_by_kind(self) -> dict[FindingKind, int]:
         return dict(sorted(Counter(finding.kind for finding in self.findings).items()))

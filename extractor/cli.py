@@ -19,9 +19,8 @@ import orjson
 from tqdm import tqdm
 
 from extractor import __version__
-from extractor.audit import Audit, audit
+from extractor.audit import audit
 from extractor.config import (
-    DEFAULT_DUMP_ROOT,
     DEFAULT_OUT,
     DEFAULT_SERVER_URL,
     DEFAULT_SHARD_BYTES,
@@ -31,84 +30,25 @@ from extractor.config import (
 from extractor.doctor import examine
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PRESETS, ServeOptions
 from extractor.errors import Interrupted, ServerError, UsageError, exit_code, first_known
+from extractor.options import (
+    BYTES,
+    DUMP_DIR_OPTION,
+    LAST_OPTION,
+    LAYERS_OPTION,
+    OUT_ARGUMENT,
+    SERVER_HELP,
+    SGLANG_ARGUMENTS,
+    Commands,
+    PassingCommand,
+)
 from extractor.progress import reporter_for
+from extractor.report import totals_table
 from extractor.run import RunSummary, run
 from extractor.serve import free_port, running_server, server_answers
 from extractor.signals import STOP_SIGNALS
-from extractor.status import failed_table, read_status, totals_table
-from extractor.tables import amount, parse_bytes, table
-from manifest.states import State
+from extractor.status import failed_table, read_status
 
 Result = TypeVar("Result")
-
-
-class ByteSize(click.ParamType[int]):
-    """An amount such as 4096, 512M or 1.5GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(value)
-        except ValueError:
-            self.fail(f"{value!r} is no size; write it as 4096, 512M or 1.5GiB", param, ctx)
-
-
-class PassingCommand(click.Command):
-    """A command whose words after `--` go to SGLang as they are: `ctx.meta[SGLANG_ARGUMENTS]`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        at = args.index("--") if "--" in args else len(args)
-        ctx.meta[SGLANG_ARGUMENTS] = tuple(args[at + 1 :])
-        return super().parse_args(ctx, args[:at])
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
-
-
-class Commands(click.Group):
-    """Commands whose every option has a variable, named after the option as it is written."""
-
-    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        for parameter in cmd.params:
-            if isinstance(parameter, click.Option):
-                option = parameter.opts[-1].removeprefix("--")
-                parameter.envvar = f"EXTRACTOR_{cmd.name}_{option}".replace("-", "_").upper()
-        super().add_command(cmd, name)
-
-
-SGLANG_ARGUMENTS = "extractor.sglang_arguments"
-BYTES = ByteSize()
-OUT_ARGUMENT = click.argument(
-    "out", metavar="[DIR]", type=click.Path(path_type=Path), default=DEFAULT_OUT
-)
-SERVER_HELP = "Address of the server."
-DUMP_DIR_OPTION = click.option(
-    "--dump-dir",
-    "dump_root",
-    type=click.Path(path_type=Path),
-    default=DEFAULT_DUMP_ROOT,
-    show_default=True,
-    help="Where the server's plugin puts its dumps.",
-)
-LAYERS_OPTION = click.option(
-    "--layers",
-    default=None,
-    show_default=DEFAULT_LAYERS,
-    metavar="LIST",
-    help="Boundaries to capture: eagle3, or indices such as 3,31,59. "
-    "Index b is the residual stream entering layer b.",
-)
-LAST_OPTION = click.option(
-    "--last",
-    "last_kind",
-    type=click.Choice(["post", "pre", "both"]),
-    default=None,
-    show_default=DEFAULT_LAST_KIND,
-    help="Last state to keep: after the final norm, before it, or both.",
-)
 
 
 @click.group(
@@ -267,8 +207,11 @@ def run_command(
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")
     summary = _run_async(_run(options, serve_options, is_named=server_url is not None))
-    _print_summary(summary, options.out, as_json=as_json)
-    if summary.totals.by_state.get(State.FAILED, 0):
+    if as_json:
+        _print_json(summary.to_document(options.out))
+    else:
+        click.echo(summary.to_text(options.out))
+    if summary.num_failed:
         context.exit(1)
 
 
@@ -282,47 +225,6 @@ async def _run(
         reporter.note(f"no server answers at {options.server_url}; starting one of our own")
     async with running_server(serve_options, note=reporter.note) as server:
         return await run(options.with_server(server.url), reporter)
-
-
-def _print_summary(summary: RunSummary, out: Path, *, as_json: bool) -> None:
-    counters = summary.counters
-    if as_json:
-        document = {
-            "out": str(out),
-            "rows": {state.value: summary.totals.by_state.get(state, 0) for state in State},
-            "failed": {reason.value: n for reason, n in sorted(summary.totals.by_reason.items())},
-            "untrained": summary.totals.untrained,
-            "duplicates": summary.totals.duplicates,
-            "tokens": summary.totals.stored_tokens,
-            "bytes": summary.totals.stored_bytes,
-            "session": {
-                "stored": counters.stored,
-                "failed": counters.failed,
-                "sent": counters.sent,
-                "retried": counters.retried,
-                "tokens": counters.tokens,
-                "seconds": counters.seconds,
-                "tokens_per_s": counters.tokens_per_s,
-                "peak_shm_bytes": summary.peak_shm_bytes,
-            },
-        }
-        click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2))
-        return
-    click.echo(totals_table(summary.totals))
-    if counters.stored:
-        click.echo(
-            table(
-                [
-                    ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
-                    ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
-                    ("dumps at a time", f"{amount(summary.peak_shm_bytes)} at most"),
-                    ("sent again", f"{counters.retried:,}"),
-                ]
-            )
-        )
-    if summary.totals.by_state.get(State.FAILED, 0):
-        click.echo(f"failed rows, each with its reason: extractor status {out}")
-    click.echo(f"data set in {out}; prove it with: extractor verify {out}")
 
 
 @cli.command("serve", cls=PassingCommand)
@@ -430,31 +332,11 @@ def verify_command(context: click.Context, /, out: Path, fast: bool, as_json: bo
 
         result = audit(out, fast=fast, progress=advance)
     if as_json:
-        click.echo(orjson.dumps(result.to_document(), option=orjson.OPT_INDENT_2))
+        _print_json(result.to_document())
     else:
-        _print_audit(result)
+        click.echo(result.to_text())
     if not result.is_clean:
         context.exit(1)
-
-
-def _print_audit(result: Audit) -> None:
-    unread = result.num_input_rows - result.totals.num_rows
-    click.echo(totals_table(result.totals, num_unread=max(0, unread)))
-    checked = [
-        ("shards", f"{result.num_shards:,}"),
-        ("samples checked", f"{result.samples_checked:,}"),
-        ("bytes checked", amount(result.bytes_checked)),
-    ]
-    click.echo(table(checked))
-    for kind, count in result.findings_by_kind().items():
-        click.echo(f"FINDING  {kind}: {count:,}")
-    for finding in result.findings[:20]:
-        where = "" if finding.row is None else f" row {finding.row}"
-        where += "" if finding.shard is None else f" in {finding.shard}"
-        click.echo(f"  {finding.kind}{where}: {finding.detail}")
-    if len(result.findings) > 20:
-        click.echo(f"  … and {len(result.findings) - 20:,} more: --json lists all")
-    click.echo("clean" if result.is_clean else f"{len(result.findings):,} findings")
 
 
 @cli.command("status")
@@ -465,7 +347,7 @@ def status_command(out: Path, all_failures: bool, as_json: bool) -> None:
     """Show how far the run in DIR is, and which rows failed and why."""
     status = read_status(out, all_failures=all_failures)
     if as_json:
-        click.echo(orjson.dumps(status.to_document(), option=orjson.OPT_INDENT_2))
+        _print_json(status.to_document())
         return
     identity = status.identity
     click.echo(
@@ -477,7 +359,7 @@ def status_command(out: Path, all_failures: bool, as_json: bool) -> None:
         click.echo(failed_table(status))
 
 
-@cli.command("doctor")
+@cli.command("doctor", short_help="Check server, plugin, disks and limits.")
 @click.option(
     "--server",
     "url",
@@ -517,6 +399,10 @@ async def _doctor(**values: Any) -> bool:
         click.echo(str(check))
         is_well = is_well and check.problem is None
     return is_well
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2))
 
 
 def _note(message: str) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from extractor.client import Client
 from extractor.collector import Collector, remove_dumps_of_the_dead
@@ -28,6 +30,7 @@ from extractor.preflight import (
 )
 from extractor.progress import Counters, Reporter
 from extractor.reconcile import Reconciled, reconcile
+from extractor.report import totals_document, totals_table
 from extractor.runstate import (
     RunState,
     begin_or_continue,
@@ -35,8 +38,10 @@ from extractor.runstate import (
     require_same_inputs,
 )
 from extractor.session import Session, shard_settings
+from extractor.tables import amount, table
 from manifest.owner import StoreOwner
 from manifest.records import Totals
+from manifest.states import State
 from manifest.store import Store
 from prompts.inputs import InputFile, scan_inputs
 from prompts.render import Renderer
@@ -52,6 +57,45 @@ class RunSummary:
     counters: Counters
     peak_shm_bytes: int
     run_id: str
+
+    @property
+    def num_failed(self) -> int:
+        return self.totals.by_state.get(State.FAILED, 0)
+
+    def to_document(self, out: Path) -> dict[str, Any]:
+        """The stable JSON of `extractor run --json`."""
+        counters = self.counters
+        return {
+            "out": str(out),
+            **totals_document(self.totals),
+            "session": {
+                "stored": counters.stored,
+                "failed": counters.failed,
+                "sent": counters.sent,
+                "retried": counters.retried,
+                "tokens": counters.tokens,
+                "seconds": counters.seconds,
+                "tokens_per_s": counters.tokens_per_s,
+                "peak_shm_bytes": self.peak_shm_bytes,
+            },
+        }
+
+    def to_text(self, out: Path) -> str:
+        """What `extractor run` prints at its end."""
+        counters = self.counters
+        lines = [totals_table(self.totals)]
+        if counters.stored:
+            session = [
+                ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
+                ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
+                ("dumps at a time", f"{amount(self.peak_shm_bytes)} at most"),
+                ("sent again", f"{counters.retried:,}"),
+            ]
+            lines.append(table(session))
+        if self.num_failed:
+            lines.append(f"failed rows, each with its reason: extractor status {out}")
+        lines.append(f"data set in {out}; prove it with: extractor verify {out}")
+        return "\n".join(lines)
 
 
 async def run(options: RunOptions, reporter: Reporter) -> RunSummary:

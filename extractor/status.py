@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from extractor.config import MANIFEST_NAME, Identity
-from extractor.tables import amount, table
+from extractor.report import totals_document
 from manifest.records import Row, Source, Totals
 from manifest.states import State
 from manifest.store import Store
@@ -44,12 +44,7 @@ class Status:
             "dtype": self.identity.dtype,
             "input_rows": self.num_rows,
             "unread": self.num_unread,
-            "rows": {state.value: self.totals.by_state.get(state, 0) for state in State},
-            "failed": {reason.value: n for reason, n in sorted(self.totals.by_reason.items())},
-            "untrained": self.totals.untrained,
-            "duplicates": self.totals.duplicates,
-            "tokens": self.totals.stored_tokens,
-            "bytes": self.totals.stored_bytes,
+            **totals_document(self.totals),
             "shards": self.num_shards,
             "failed_rows": [
                 {
@@ -83,24 +78,6 @@ def read_status(out: Path, *, all_failures: bool = False) -> Status:
         )
     finally:
         store.close()
-
-
-def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
-    """The rows by state and reason; they add up to the rows of the input."""
-    rows = [(state.value, f"{totals.by_state.get(state, 0):,}") for state in State]
-    rows = [row for row in rows if row[1] != "0" or row[0] in ("stored", "failed")]
-    for reason, count in sorted(totals.by_reason.items()):
-        rows.append((f"  {reason}", f"{count:,}"))
-    if num_unread:
-        rows.append(("not read yet", f"{num_unread:,}"))
-    rows.append(("rows in all", f"{totals.num_rows + num_unread:,}"))
-    rows.append(("tokens stored", f"{totals.stored_tokens:,}"))
-    rows.append(("bytes stored", amount(totals.stored_bytes)))
-    if totals.untrained:
-        rows.append(("of these, without a trained token", f"{totals.untrained:,}"))
-    if totals.duplicates:
-        rows.append(("of these, duplicates", f"{totals.duplicates:,}"))
-    return table(rows)
 
 
 def failed_table(status: Status) -> str:

@@ -1,0 +1,81 @@
+"""What the options are made of: value types, shared options, commands that pass words on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extractor.config import DEFAULT_DUMP_ROOT, DEFAULT_OUT
+from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS
+from extractor.tables import parse_bytes
+
+
+class ByteSize(click.ParamType[int]):
+    """An amount such as 4096, 512M or 1.5GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_bytes(value)
+        except ValueError:
+            self.fail(f"{value!r} is no size; write it as 4096, 512M or 1.5GiB", param, ctx)
+
+
+class PassingCommand(click.Command):
+    """A command whose words after `--` go to SGLang as they are: `ctx.meta[SGLANG_ARGUMENTS]`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[SGLANG_ARGUMENTS] = tuple(args[at + 1 :])
+        return super().parse_args(ctx, args[:at])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- SGLANG ARGS]"]
+
+
+class Commands(click.Group):
+    """Commands whose every option has a variable, named after the option as it is written."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        for parameter in cmd.params:
+            if isinstance(parameter, click.Option):
+                option = parameter.opts[-1].removeprefix("--")
+                parameter.envvar = f"EXTRACTOR_{cmd.name}_{option}".replace("-", "_").upper()
+        super().add_command(cmd, name)
+
+
+SGLANG_ARGUMENTS = "extractor.sglang_arguments"
+BYTES = ByteSize()
+OUT_ARGUMENT = click.argument(
+    "out", metavar="[DIR]", type=click.Path(path_type=Path), default=DEFAULT_OUT
+)
+SERVER_HELP = "Address of the server."
+DUMP_DIR_OPTION = click.option(
+    "--dump-dir",
+    "dump_root",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_DUMP_ROOT,
+    show_default=True,
+    help="Where the server's plugin puts its dumps.",
+)
+LAYERS_OPTION = click.option(
+    "--layers",
+    default=None,
+    show_default=DEFAULT_LAYERS,
+    metavar="LIST",
+    help="Boundaries to capture: eagle3, or indices such as 3,31,59. "
+    "Index b is the residual stream entering layer b.",
+)
+LAST_OPTION = click.option(
+    "--last",
+    "last_kind",
+    type=click.Choice(["post", "pre", "both"]),
+    default=None,
+    show_default=DEFAULT_LAST_KIND,
+    help="Last state to keep: after the final norm, before it, or both.",
+)
