@@ -166,20 +166,18 @@ class Store:
                 )
 
     def _plan(self, row: Planned) -> None:
-        # A row that an earlier session left unfinished is there already; it must still be the
-        # same prompt, or ids and states of two different prompts would be mixed under one ordinal.
+        # A row that an earlier session left unfinished is there already, perhaps with another
+        # key: some chat templates write today's date. Nothing of it is stored, so today's counts.
         cursor = self._db.conn.execute(
             "INSERT INTO prompts (ordinal, source, line, label, key, num_tokens, num_trained, "
             "state) VALUES (?, ?, ?, ?, ?, ?, ?, 'planned') ON CONFLICT (ordinal) DO UPDATE SET "
-            f"state = 'planned' WHERE key = excluded.key AND state NOT IN {_TERMINAL}",
+            "state = 'planned', key = excluded.key, num_tokens = excluded.num_tokens, "
+            f"num_trained = excluded.num_trained WHERE state NOT IN {_TERMINAL}",
             (row.ordinal, row.source, row.line, row.label, row.key, row.num_tokens,
              row.num_trained),
         )  # fmt: skip
         if cursor.rowcount != 1:
-            raise ManifestError(
-                f"{self.path}: row {row.ordinal} (line {row.line}) gives another prompt than "
-                "it did before. The input or its tokenizer changed; use a new --out."
-            )
+            raise IllegalTransition(f"row {row.ordinal} is settled already")
 
     def _reject(self, row: Rejected) -> None:
         cursor = self._db.conn.execute(
