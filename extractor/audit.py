@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,10 +17,9 @@ from extractor.config import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY, Iden
 from extractor.copying import BLOCK_BYTES
 from extractor.dataset import dataset_document
 from extractor.errors import CorruptData
-from extractor.files import read_into
+from extractor.files import blocks, read_into
 from extractor.report import totals_document, totals_table
 from extractor.shard_format import (
-    SampleTensor,
     decode_shard_header,
     sample_tensors,
     shard_metadata,
@@ -28,7 +27,7 @@ from extractor.shard_format import (
 )
 from extractor.shards import open_shard_path, sealed_shard_path
 from extractor.tables import amount, table
-from extractor.verify import first_nonfinite, nonfinite_failure
+from extractor.verify import check_finite
 from manifest.records import Row, Shard, Totals
 from manifest.store import Store
 from prompts.types import prompt_key
@@ -276,7 +275,7 @@ class _Auditor:
         for row in rows:
             for tensor in sample_tensors(row.num_tokens or 0, self._layout):
                 name = tensor_name(row.ordinal, tensor.name)
-                expected = _header_entry(tensor, (row.offset or 0) - shard.data_start)
+                expected = tensor.entry((row.offset or 0) - shard.data_start)
                 if (stated := header.pop(name, None)) != expected:
                     self._find(
                         FindingKind.SHARD_HEADER,
@@ -322,9 +321,17 @@ class _Auditor:
         if not self._fast:
             digest = xxhash.xxh3_128()
             for name in self._layout.state_names:
-                for block, index in self._blocks(descriptor, offset, tensors[name]):
+                begin, stop = offset + tensors[name].begin, offset + tensors[name].end
+                for block, at in blocks(descriptor, begin, stop, self._block):
                     digest.update(block)
-                    self._check_finite(shard, row, name, block, index)
+                    failure = check_finite(block, at=at, name=name, start=0, layout=self._layout)
+                    if failure is not None:
+                        self._find(
+                            FindingKind.SAMPLE_NONFINITE,
+                            failure.detail,
+                            row=row.ordinal,
+                            shard=shard,
+                        )
         read_into(descriptor, memoryview(tokens), offset + tokens_begin)
         self._check_tokens(shard, row, tokens)
         if not self._fast:
@@ -356,36 +363,9 @@ class _Auditor:
                 shard=shard,
             )
 
-    def _check_finite(
-        self, shard: Shard, row: Row, name: str, block: memoryview, index: int
-    ) -> None:
-        found = first_nonfinite(block, self._layout.dtype)
-        if found is not None:
-            failure = nonfinite_failure(
-                index=index + found, name=name, start=0, layout=self._layout
-            )
-            self._find(FindingKind.SAMPLE_NONFINITE, failure.detail, row=row.ordinal, shard=shard)
-
-    def _blocks(
-        self, descriptor: int, offset: int, tensor: SampleTensor
-    ) -> Iterator[tuple[memoryview, int]]:
-        item_bytes = 4 if tensor.dtype == "F32" else 2
-        for begin in range(tensor.begin, tensor.end, BLOCK_BYTES):
-            block = self._block[: min(BLOCK_BYTES, tensor.end - begin)]
-            read_into(descriptor, block, offset + begin)
-            yield block, (begin - tensor.begin) // item_bytes
-
     def _check_unknown_files(self, shards: list[Shard]) -> None:
         known = {shard.name for shard in shards}
         known |= {open_shard_path(self._directory, shard).name for shard in shards}
         names = set(os.listdir(self._directory)) if self._directory.exists() else set()
         for name in sorted(names - known):
             self._find(FindingKind.SHARD_UNKNOWN, f"{self._directory / name}")
-
-
-def _header_entry(tensor: SampleTensor, sample_begin: int) -> dict[str, object]:
-    return {
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "data_offsets": [sample_begin + tensor.begin, sample_begin + tensor.end],
-    }

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import xxhash
 
 from extractor.collect import DumpPiece
 from extractor.config import Layout
-from extractor.files import read_into, write_at
+from extractor.files import blocks, read_into, write_at
 from extractor.retry import Failure
-from extractor.verify import check_ids, first_nonfinite, nonfinite_failure
+from extractor.verify import check_finite, check_ids
 from manifest.states import Reason
 from prompts.types import Prompt
-from server_patch.dump_format import TensorSpan
 
 #: Read, hashed, checked and written at a time: small enough to stay in a core's cache.
 BLOCK_BYTES = 1 << 20
@@ -50,14 +49,21 @@ class SampleCopier:
         with ExitStack() as stack:
             opened = [(piece, stack.enter_context(_opened(piece))) for piece in pieces]
             for piece, source in opened:
-                self._check_ids(prompt, piece, source)
+                with _still_whole(piece):
+                    self._check_ids(prompt, piece, source)
             for name in self._layout.state_names:
                 for piece, source in opened:
-                    for block, index in self._blocks(source, piece, name):
-                        self._check_finite(block, index, name=name, piece=piece)
-                        digest.update(block)
-                        write_at(descriptor, block, offset)
-                        offset += len(block)
+                    span = piece.handle.dump.tensors[name]
+                    with _still_whole(piece):
+                        for block, at in blocks(source, span.begin, span.end, self._block):
+                            failure = check_finite(
+                                block, at=at, name=name, start=piece.start, layout=self._layout
+                            )
+                            if failure is not None:
+                                raise SampleFault(failure)
+                            digest.update(block)
+                            write_at(descriptor, block, offset)
+                            offset += len(block)
         tail = token_bytes(prompt)
         digest.update(tail)
         write_at(descriptor, tail, offset)
@@ -66,30 +72,12 @@ class SampleCopier:
     def _check_ids(self, prompt: Prompt, piece: DumpPiece, source: int) -> None:
         span = piece.handle.dump.tensors["input_ids"]
         data = bytearray(span.size_bytes)
-        _read(piece, source, memoryview(data), span.begin)
+        read_into(source, memoryview(data), span.begin)
         failure = check_ids(
             prompt.input_ids, np.frombuffer(data, dtype=np.dtype("<i4")), start=piece.start
         )
         if failure is not None:
             raise SampleFault(failure)
-
-    def _check_finite(self, block: memoryview, index: int, *, name: str, piece: DumpPiece) -> None:
-        found = first_nonfinite(block, self._layout.dtype)
-        if found is not None:
-            raise SampleFault(
-                nonfinite_failure(
-                    index=index + found, name=name, start=piece.start, layout=self._layout
-                )
-            )
-
-    def _blocks(self, source: int, piece: DumpPiece, name: str) -> Iterator[tuple[memoryview, int]]:
-        """A piece's tensor block by block, with the index of each block's first value."""
-        span: TensorSpan = piece.handle.dump.tensors[name]
-        item_bytes = 4 if span.dtype == "F32" else 2
-        for begin in range(span.begin, span.end, BLOCK_BYTES):
-            block = self._block[: min(BLOCK_BYTES, span.end - begin)]
-            _read(piece, source, block, begin)
-            yield block, (begin - span.begin) // item_bytes
 
 
 def token_bytes(prompt: Prompt) -> bytes:
@@ -98,11 +86,12 @@ def token_bytes(prompt: Prompt) -> bytes:
     return ids + prompt.loss_mask.astype("<i4").tobytes()
 
 
-def _read(piece: DumpPiece, source: int, view: memoryview, offset: int) -> None:
+@contextmanager
+def _still_whole(piece: DumpPiece) -> Iterator[None]:
+    """Its size was right when it was collected: an early end means that somebody cut it since."""
     try:
-        read_into(source, view, offset)
+        yield
     except EOFError as error:
-        # Its size was right when it was collected: somebody cut it since.
         raise SampleFault(
             Failure(reason=Reason.DUMP_CORRUPT, detail=f"{piece.handle.path}: {error}")
         ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -24,6 +24,17 @@ def read_into(descriptor: int, view: memoryview, offset: int) -> None:
             raise EOFError(f"file ends at byte {offset}, {len(view)} more were expected")
         offset += count
         view = view[count:]
+
+
+def blocks(
+    descriptor: int, begin: int, end: int, memory: memoryview
+) -> Iterator[tuple[memoryview, int]]:
+    """Bytes [begin, end) of a file in parts that fit `memory`, which each overwrites; with every
+    part its distance from `begin`. Raises EOFError when the file ends first."""
+    for at in range(begin, end, len(memory)):
+        block = memory[: min(len(memory), end - at)]
+        read_into(descriptor, block, at)
+        yield block, at - begin
 
 
 def sync_directory(path: Path) -> None:
@@ -51,16 +62,10 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     sync_directory(path.parent)
 
 
-def unlink_all(paths: Iterable[Path]) -> int:
-    """Remove files; how many were there to remove."""
-    removed = 0
+def unlink_all(paths: Iterable[Path]) -> None:
+    """Remove files, those that are still there."""
     for path in paths:
-        try:
-            path.unlink()
-            removed += 1
-        except FileNotFoundError:
-            pass
-    return removed
+        path.unlink(missing_ok=True)
 
 
 def free_bytes(path: Path) -> int:

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from extractor.shards import is_sealed_on_disk, lost_rows, remove_unknown, reopen_on_disk
+from extractor.shards import (
+    is_sealed_on_disk,
+    is_whole_on_disk,
+    lost_rows,
+    remove_unknown,
+    reopen_on_disk,
+)
 from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store
@@ -39,6 +45,8 @@ async def reconcile(
     open_shards: list[OpenShard] = []
     lost_ordinals: list[int] = []
     for shard in shards:
+        if shard.is_sealed and is_whole_on_disk(directory, shard):
+            continue  # without asking for its rows, of which a large data set has millions
         rows = await owner.call(partial(Store.shard_rows, number=shard.number))
         lost = lost_rows(directory, shard, rows)
         if lost:
@@ -52,8 +60,6 @@ async def reconcile(
             await owner.call(partial(Store.forget_stored, ordinals=ordinals))
             lost_ordinals += ordinals
             rows = rows[: len(rows) - len(lost)]
-        elif shard.is_sealed:
-            continue
         elif is_sealed_on_disk(directory, shard):
             await owner.call(partial(Store.seal_shard, number=shard.number))
             continue

@@ -51,6 +51,14 @@ class SampleTensor:
     begin: int
     end: int
 
+    def entry(self, sample_begin: int) -> dict[str, object]:
+        """Its entry in the header of a shard whose data has the sample at `sample_begin`."""
+        return {
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "data_offsets": [sample_begin + self.begin, sample_begin + self.end],
+        }
+
 
 def sample_tensors(num_tokens: int, layout: Layout) -> tuple[SampleTensor, ...]:
     """The tensors of a sample of `num_tokens` rows, in file order, without holes.
@@ -148,11 +156,7 @@ def encode_shard_header(
     for ordinal, num_tokens in samples:
         tensors = sample_tensors(num_tokens, layout)
         for tensor in tensors:
-            document[tensor_name(ordinal, tensor.name)] = {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "data_offsets": [offset + tensor.begin, offset + tensor.end],
-            }
+            document[tensor_name(ordinal, tensor.name)] = tensor.entry(offset)
         offset += tensors[-1].end
     text = json.dumps(document, separators=(",", ":")).encode()
     if 8 + len(text) > room_bytes:

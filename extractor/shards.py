@@ -165,6 +165,14 @@ def is_sealed_on_disk(directory: Path, shard: Shard) -> bool:
     return sealed_shard_path(directory, shard).exists()
 
 
+def is_whole_on_disk(directory: Path, shard: Shard) -> bool:
+    """Whether the sealed file is there and reaches to the end of the shard's last sample."""
+    try:
+        return sealed_shard_path(directory, shard).stat().st_size >= shard.size_bytes
+    except FileNotFoundError:
+        return False
+
+
 def reopen_on_disk(directory: Path, shard: Shard) -> None:
     """Take a sealed shard's final name away, because samples of it are lost."""
     sealed = sealed_shard_path(directory, shard)

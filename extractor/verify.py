@@ -10,7 +10,7 @@ import numpy.typing as npt
 from extractor.config import Layout
 from extractor.retry import Failure
 from manifest.states import Reason
-from server_patch.dump_format import DumpHeader, Ready
+from server_patch.dump_format import ITEM_BYTES, DumpHeader, Ready
 
 #: Exponent bits of each dtype as unsigned integers: all ones means NaN or infinity.
 _EXPONENT_BITS: dict[str, tuple[type[np.unsignedinteger], int]] = {
@@ -95,6 +95,20 @@ def first_nonfinite(data: memoryview, dtype: str) -> int | None:
     if not masked.size or masked.max() != exponent:
         return None
     return int((masked == exponent).argmax())
+
+
+def check_finite(
+    block: memoryview, *, at: int, name: str, start: int, layout: Layout
+) -> Failure | None:
+    """Whether all values of a part of a state tensor are finite.
+
+    `at`: bytes of the tensor before the part; `start`: the tensor's first row in the prompt.
+    """
+    found = first_nonfinite(block, layout.dtype)
+    if found is None:
+        return None
+    index = at // ITEM_BYTES[layout.dtype] + found
+    return nonfinite_failure(index=index, name=name, start=start, layout=layout)
 
 
 def nonfinite_failure(*, index: int, name: str, start: int, layout: Layout) -> Failure:

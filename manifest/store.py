@@ -84,14 +84,6 @@ class Store:
                 )
             return cls(database, path)
 
-    @classmethod
-    def in_memory(cls) -> Store:
-        """A fresh manifest that dies with the object."""
-        database = Database(sqlite3.connect(":memory:", isolation_level=None))
-        database.execute("PRAGMA foreign_keys = ON")
-        migrations.apply(database)
-        return cls(database, Path(":memory:"))
-
     def close(self) -> None:
         self._db.close()
 

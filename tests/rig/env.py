@@ -7,7 +7,6 @@ The demo hands them to ``extractor serve``; the tests hand them to SGLang itself
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 
 # The value of SGLANG_PLUGINS for a server without our plugin: the shim's own hook and nothing else.
@@ -41,11 +40,3 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     # wants a core, and the client that feeds the server does.
     env["OMP_WAIT_POLICY"] = "passive"
     return env
-
-
-def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

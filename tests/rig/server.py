@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .env import RIG_PLUGINS, SERVER_ARGS, environment, free_port
+from extractor.serve import free_port
+
+from .env import RIG_PLUGINS, SERVER_ARGS, environment
 from .process import stop_tree
 
 _OURS = "SGLANG_HS_"  # prefix of our plugin's settings
