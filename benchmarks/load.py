@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +13,6 @@ from extractor.client import Client
 from extractor.plan import Request
 from extractor.retry import Failure
 from prompts.types import Prompt
-from server_patch.dump_format import is_dump_name, is_error_name
 
 
 def random_prompts(
@@ -62,62 +56,3 @@ async def prefill_s(url: str, prompts: Sequence[Prompt], *, concurrency: int) ->
             for prompt in prompts:
                 group.create_task(send(prompt))
         return time.perf_counter() - begun
-
-
-class NullSink:
-    """Removes dumps as they appear and counts them: a client that costs nothing.
-
-    A process of its own, so that it takes nothing from the one that sends the prompts.
-    """
-
-    def __init__(self, directories: Sequence[Path]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._stop = context.Event()
-        self._counts = context.Array("q", 3)  # dumps, error records, bytes
-        self._process = context.Process(
-            target=_sink, args=(tuple(directories), self._stop, self._counts), daemon=True
-        )
-
-    def __enter__(self) -> NullSink:
-        self._process.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._process.join()
-
-    @property
-    def num_dumps(self) -> int:
-        return int(self._counts[0])
-
-    @property
-    def num_errors(self) -> int:
-        return int(self._counts[1])
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self._counts[2])
-
-
-def _sink(directories: Sequence[Path], stop: Any, counts: Any) -> None:
-    is_last = False
-    while not is_last:
-        is_last = stop.is_set()  # looked at before the last sweep, which then misses nothing
-        if not sum(_sweep(directory, counts) for directory in directories):
-            stop.wait(0.005)
-
-
-def _sweep(directory: Path, counts: Any) -> int:
-    found = 0
-    with suppress(FileNotFoundError):
-        for entry in os.scandir(directory):
-            if is_dump_name(entry.name):
-                counts[0] += 1
-                counts[2] += entry.stat().st_size
-            elif is_error_name(entry.name):
-                counts[1] += 1
-            else:
-                continue
-            os.unlink(entry.path)
-            found += 1
-    return found

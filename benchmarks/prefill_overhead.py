@@ -1,10 +1,12 @@
 """What the plugin costs: prefill tokens/s of a server with it over one without, in one run.
 
-    python benchmarks/prefill_overhead.py --model DIR [--tp 2] -- --attention-backend triton …
+    python -m benchmarks.prefill_overhead --model DIR [--tp 2] [--sink shm=/dev/shm] \\
+        -- --attention-backend triton …
 
 Both servers run side by side on the same device(s), one of them idle at any time. Rounds are
 interleaved (plain, patched, patched, plain, …), each with fresh random prompts; the ratio is taken
-round by round, so that a drifting machine does not show in it. Dumps are removed as they appear.
+round by round, so that a drifting machine does not show in it. The dumps are removed as they
+appear; with `--sink NAME=DIRECTORY`, in rounds of their own, the real client stores them there.
 """
 
 from __future__ import annotations
@@ -14,17 +16,35 @@ import asyncio
 import json
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks.engines import Engine, EngineSpec, engines
-from benchmarks.load import NullSink, prefill_s, random_prompts
+from benchmarks.load import prefill_s, random_prompts
+from benchmarks.sinks import ClientSink, NullSink
 from extractor.serve import free_port
+from prompts.types import Prompt
 from server_patch.stats import STATS_NAME
+
+NULL = "null"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkResult:
+    """The server with the plugin, its dumps taken by one sink, against the plain server."""
+
+    tokens_per_s: float  # median over the rounds
+    ratio_median: float
+    ratio_min: float
+    ratio_max: float
+    gigabytes_per_s: float  # of states; median
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +53,28 @@ class Result:
 
     prompt_tokens: int
     plain_tokens_per_s: float  # median over the rounds
-    patched_tokens_per_s: float
-    ratio_median: float
-    ratio_min: float
-    ratio_max: float
-    dump_gigabytes_per_s: float  # median
-    num_dumps: int
-    num_errors: int
+    sinks: Mapping[str, SinkResult]
+    num_errors: int  # error records
+    forwards: int
     tap_ms_per_forward: float  # time of the forward thread in the tap, the ring's wait included
     ring_wait_s: float
+    ring_bytes: int  # pinned
+    ring_peak_bytes: int  # of that, in use at a time since the server's start
+    write_gigabytes_per_s: float  # of one writer process while it writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is sent, and how often."""
+
+    tokens_per_round: int
+    max_requests: int  # per round: short prompts are bound by the number of requests
+    rounds: int
+    client_rounds: int  # of these, so many with the real client too
+    concurrency: int
+
+    def num_prompts(self, prompt_tokens: int) -> int:
+        return max(self.concurrency, min(self.max_requests, self.tokens_per_round // prompt_tokens))
 
 
 async def measure(
@@ -49,52 +82,79 @@ async def measure(
     patched: Engine,
     *,
     prompt_tokens: int,
-    tokens_per_round: int,
-    rounds: int,
-    concurrency: int,
+    plan: Plan,
+    clients: Mapping[str, ClientSink] | None = None,
     seed: int = 0,
 ) -> Result:
     """Interleaved rounds after one warm-up of each server."""
     generator = np.random.default_rng(seed)
     vocab_size = patched.ranks[0].ready.vocab_size
-    count = max(concurrency, tokens_per_round // prompt_tokens)
+    count = plan.num_prompts(prompt_tokens)
+    clients = clients or {}
 
-    def prompts() -> Any:
+    def prompts() -> list[Prompt]:
         return random_prompts(
             count, num_tokens=prompt_tokens, vocab_size=vocab_size, generator=generator
         )
 
-    speeds: dict[str, list[float]] = {"plain": [], "patched": []}
-    gigabytes_per_s: list[float] = []
-    with NullSink([rank.directory for rank in patched.ranks]) as sink:
-        for server in (plain, patched):
-            await prefill_s(server.url, prompts(), concurrency=concurrency)
-        before = _stats(patched)
-        for round_number in range(rounds):
-            order = ("plain", "patched") if round_number % 2 == 0 else ("patched", "plain")
-            for name in order:
-                server = plain if name == "plain" else patched
-                bytes_before = sink.num_bytes
-                seconds = await prefill_s(server.url, prompts(), concurrency=concurrency)
-                speeds[name].append(count * prompt_tokens / seconds)
-                if name == "patched":
-                    gigabytes_per_s.append((sink.num_bytes - bytes_before) / seconds / 1e9)
-        await asyncio.sleep(1.5)  # the plugin shows its counters once a second
-        after = _stats(patched)
-    ratios = [b / a for a, b in zip(speeds["plain"], speeds["patched"], strict=True)]
-    forwards = max(1, after["forwards"] - before["forwards"])
+    speeds: dict[str, list[float]] = defaultdict(list)
+    gigabytes_per_s: dict[str, list[float]] = defaultdict(list)
+    num_errors = 0
+
+    async def round_of(name: str) -> None:
+        nonlocal num_errors
+        if name in clients:
+            done = await asyncio.to_thread(clients[name].store, prompts())
+            speeds[name].append(done.tokens / done.seconds)
+            gigabytes_per_s[name].append(done.stored_bytes / done.seconds / 1e9)
+            return
+        server = plain if name == "plain" else patched
+        with NullSink([rank.directory for rank in server.ranks]) as sink:
+            seconds = await prefill_s(server.url, prompts(), concurrency=plan.concurrency)
+        speeds[name].append(count * prompt_tokens / seconds)
+        gigabytes_per_s[name].append(sink.num_bytes / seconds / 1e9)
+        num_errors += sink.num_errors
+
+    for name in ("plain", NULL):
+        await round_of(name)
+    speeds.clear()
+    gigabytes_per_s.clear()
+    before = _stats(patched)
+    for number in range(plan.rounds):
+        order = ["plain", NULL, *(clients if number < plan.client_rounds else ())]
+        for name in order if number % 2 == 0 else reversed(order):
+            await round_of(name)
+    await asyncio.sleep(1.5)  # the plugin shows its counters once a second
+    after = _stats(patched)
+    spent = {name: after[name] - before[name] for name in after}
+    forwards = int(spent["forwards"])
     return Result(
         prompt_tokens=prompt_tokens,
         plain_tokens_per_s=statistics.median(speeds["plain"]),
-        patched_tokens_per_s=statistics.median(speeds["patched"]),
+        sinks={
+            name: _sink_result(speeds["plain"], speeds[name], gigabytes_per_s[name])
+            for name in (NULL, *clients)
+        },
+        num_errors=num_errors,
+        forwards=forwards,
+        tap_ms_per_forward=1e3 * spent["tap_seconds"] / max(1, forwards),
+        ring_wait_s=spent["ring_wait_seconds"],
+        ring_bytes=sum(rank.ready.ring_bytes for rank in patched.ranks),
+        ring_peak_bytes=int(after["ring_peak_bytes"]),
+        write_gigabytes_per_s=spent["dump_bytes"] / max(1e-9, spent["write_seconds"]) / 1e9,
+    )
+
+
+def _sink_result(
+    plain: list[float], patched: list[float], gigabytes_per_s: list[float]
+) -> SinkResult:
+    ratios = [b / a for a, b in zip(plain, patched, strict=False)]  # round by round
+    return SinkResult(
+        tokens_per_s=statistics.median(patched),
         ratio_median=statistics.median(ratios),
         ratio_min=min(ratios),
         ratio_max=max(ratios),
-        dump_gigabytes_per_s=statistics.median(gigabytes_per_s),
-        num_dumps=sink.num_dumps,
-        num_errors=sink.num_errors,
-        tap_ms_per_forward=1e3 * (after["tap_seconds"] - before["tap_seconds"]) / forwards,
-        ring_wait_s=after["ring_wait_seconds"] - before["ring_wait_seconds"],
+        gigabytes_per_s=statistics.median(gigabytes_per_s),
     )
 
 
@@ -103,26 +163,50 @@ def _stats(server: Engine) -> dict[str, float]:
     total: dict[str, float] = {}
     for rank in server.ranks:
         for name, value in json.loads((rank.directory / STATS_NAME).read_bytes()).items():
-            if isinstance(value, int | float):
-                total[name] = total.get(name, 0) + value
+            total[name] = total.get(name, 0) + value
     return total
 
 
 def show(result: Result) -> None:
+    """Print one prompt length."""
+    print(f"{result.prompt_tokens:6d} tokens: plain {result.plain_tokens_per_s:10,.0f} tok/s")
+    for name, sink in result.sinks.items():
+        print(
+            f"  {name:12s} {sink.tokens_per_s:10,.0f} tok/s, ratio {sink.ratio_median:.3f} "
+            f"({sink.ratio_min:.3f} to {sink.ratio_max:.3f}), {sink.gigabytes_per_s:.2f} GB/s"
+        )
     print(
-        f"{result.prompt_tokens:6d} tokens: plain {result.plain_tokens_per_s:10,.0f} tok/s, "
-        f"patched {result.patched_tokens_per_s:10,.0f} tok/s, ratio {result.ratio_median:.3f} "
-        f"({result.ratio_min:.3f} to {result.ratio_max:.3f}), "
-        f"{result.dump_gigabytes_per_s:.2f} GB/s of dumps, "
-        f"tap {result.tap_ms_per_forward:.2f} ms a forward, ring wait {result.ring_wait_s:.2f} s, "
-        f"{result.num_errors} errors",
+        f"  tap {result.tap_ms_per_forward:.2f} ms a forward ({result.forwards} forwards), ring "
+        f"wait {result.ring_wait_s:.2f} s, {result.ring_peak_bytes / 1e9:.2f} of "
+        f"{result.ring_bytes / 1e9:.2f} GB pinned in use, a writer writes "
+        f"{result.write_gigabytes_per_s:.2f} GB/s, {result.num_errors} errors",
         flush=True,
     )
+
+
+def compare_rivals(options: argparse.Namespace, plain_url: str) -> None:
+    """The other routes on the same device, while the servers stand idle: a file beside --json."""
+    command = [sys.executable, "-m", "benchmarks.rivals"]
+    found = []
+    for arguments in (
+        ["json", plain_url, "--count", "3"],
+        ["huggingface", "--batch", "1"],
+        ["huggingface", "--batch", "8"],
+    ):
+        ran = subprocess.run(
+            [*command, *arguments, "--model", options.model], stdout=subprocess.PIPE, check=False
+        )
+        print(ran.stdout.decode(), end="", flush=True)
+        found.append(json.loads(ran.stdout) if ran.returncode == 0 else {"failed": arguments})
+    if options.json:
+        options.json.with_suffix(".rivals.json").write_text(json.dumps(found, indent=1))
 
 
 async def run(options: argparse.Namespace) -> list[Result]:
     dump_root = Path(tempfile.mkdtemp(prefix="prefill-overhead-", dir="/dev/shm"))
     arguments = (*options.arguments, "--tp-size", str(options.tp))
+    if options.rivals:
+        arguments += ("--enable-return-hidden-states",)  # allows it; requests ask for it
     specs = [
         EngineSpec(
             name=name,
@@ -133,21 +217,41 @@ async def run(options: argparse.Namespace) -> list[Result]:
         )
         for name in ("plain", "patched")
     ]
+    plan = Plan(
+        tokens_per_round=options.tokens_per_round,
+        max_requests=options.max_requests,
+        rounds=options.rounds,
+        client_rounds=options.client_rounds,
+        concurrency=options.concurrency,
+    )
     try:
         async with engines(specs, log_directory=options.logs) as running:
+            patched = running["patched"]
+            clients = {
+                name: ClientSink(
+                    patched,
+                    directory,
+                    dump_root,
+                    arguments=("--concurrency", str(plan.concurrency), *options.client_arguments),
+                )
+                for name, directory in options.sinks.items()
+            }
             results = []
             for prompt_tokens in options.prompt_tokens:
-                results.append(
-                    await measure(
-                        running["plain"],
-                        running["patched"],
-                        prompt_tokens=prompt_tokens,
-                        tokens_per_round=options.tokens_per_round,
-                        rounds=options.rounds,
-                        concurrency=options.concurrency,
-                    )
+                result = await measure(
+                    running["plain"],
+                    patched,
+                    prompt_tokens=prompt_tokens,
+                    plan=plan,
+                    clients=clients,
                 )
-                show(results[-1])
+                show(result)
+                results.append(result)
+                if options.json:
+                    document = [asdict(result) for result in results]
+                    options.json.write_text(json.dumps(document, indent=1))
+            if options.rivals:
+                await asyncio.to_thread(compare_rivals, options, running["plain"].url)
             return results
     finally:
         shutil.rmtree(dump_root, ignore_errors=True)
@@ -159,15 +263,29 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--tokens-per-round", type=int, default=500_000)
+    parser.add_argument("--max-requests", type=int, default=2000, help="in one round")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--client-rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument(
+        "--sink",
+        dest="sinks",
+        action="append",
+        default=[],
+        metavar="NAME=DIRECTORY",
+        help="measure `extractor run` too, storing there",
+    )
+    parser.add_argument("--rivals", action="store_true", help="measure other routes too: rivals.py")
+    parser.add_argument("--movers", default="1", help="threads of `extractor run`")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/prefill-overhead"))
     parser.add_argument("--json", type=Path, help="where the figures go too")
     parser.add_argument("arguments", nargs="*", help="SGLang arguments, after --")
     options = parser.parse_args()
-    results = asyncio.run(run(options))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    options.sinks = {
+        name: Path(directory) for name, _, directory in (s.partition("=") for s in options.sinks)
+    }
+    options.client_arguments = ("--movers", options.movers)
+    asyncio.run(run(options))
 
 
 if __name__ == "__main__":

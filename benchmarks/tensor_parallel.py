@@ -19,16 +19,17 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.engines import Engine, EngineSpec, engines
 from benchmarks.load import prefill_s, random_prompts
-from benchmarks.prefill_overhead import measure, show
+from benchmarks.prefill_overhead import Plan, measure, show
+from benchmarks.sinks import extract, write_prompts
 from extractor.collect import DumpFile, DumpWatcher
 from extractor.serve import free_port
 from extractor.shard_format import decode_shard_header
@@ -40,23 +41,9 @@ ANSWER_TIMEOUT_S = 120.0
 
 async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
     """Mixed lengths at once: every prompt's pieces tile it once, with its own tokens."""
-    generator = np.random.default_rng(seed)
-    vocab_size = server.ranks[0].ready.vocab_size
-    prompts: list[Prompt] = []
-    for number, length in enumerate(generator.integers(1, 6000, size=48)):
-        (prompt,) = random_prompts(
-            1, num_tokens=int(length), vocab_size=vocab_size, generator=generator
-        )
-        prompts.append(
-            Prompt(
-                ordinal=number,
-                source="random",
-                line=number + 1,
-                label=None,
-                input_ids=prompt.input_ids,
-                loss_mask=prompt.loss_mask,
-            )
-        )
+    prompts = mixed_prompts(
+        48, vocab_size=server.ranks[0].ready.vocab_size, longest=6000, seed=seed
+    )
     await prefill_s(server.url, prompts, concurrency=48)
     await asyncio.sleep(2.0)
     pieces: dict[int, list[Piece[DumpFile]]] = defaultdict(list)
@@ -91,19 +78,12 @@ async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
     }
 
 
-def extract(server: Engine, prompts: Path, out: Path, dump_root: Path) -> dict[str, Any]:
-    """The real client: `extractor run` and `extractor verify`; the session's figures."""
-    command = [sys.executable, "-m", "extractor"]
-    ran = subprocess.run(
-        [*command, "run", prompts, "--out", out, "--server", server.url, "--tokenizer", "none",
-         "--dump-dir", dump_root, "--json"],
-        stdout=subprocess.PIPE, check=False,
-    )  # fmt: skip
-    verified = subprocess.run([*command, "verify", out], stdout=subprocess.PIPE, check=False)
-    if ran.returncode or verified.returncode:
-        raise RuntimeError(f"run {ran.returncode}, verify {verified.returncode}: {ran.stdout!r}")
-    session: dict[str, Any] = json.loads(ran.stdout)["session"]
-    return session
+def extract_and_verify(server: Engine, prompts: Path, out: Path, dump_root: Path) -> None:
+    """The real client, and its proof of the result."""
+    extract(server, prompts, out, dump_root)
+    subprocess.run(
+        [sys.executable, "-m", "extractor", "verify", out], stdout=subprocess.PIPE, check=True
+    )
 
 
 def compare(first: Path, second: Path) -> dict[str, Any]:
@@ -150,7 +130,7 @@ def _states(out: Path) -> dict[int, dict[str, npt.NDArray[np.float32]]]:
             ordinal, _, kind = name.partition(".")
             if kind not in ("aux", "last"):
                 continue
-            first, end = entry["data_offsets"]  # type: ignore[misc]
+            first, end = cast("tuple[int, int]", entry["data_offsets"])
             bits = np.frombuffer(data[begin + first : begin + end], dtype=np.uint16)
             values = (bits.astype(np.uint32) << 16).view(np.float32).reshape(entry["shape"])  # type: ignore[call-overload]
             if kind == "last":
@@ -181,13 +161,16 @@ async def check_fault(server: Engine, *, seed: int) -> dict[str, Any]:
     return {"answered_after_s": time.perf_counter() - begun, "alive": True}
 
 
-def write_prompts(path: Path, *, vocab_size: int, seed: int) -> None:
-    """24 rows of ids of mixed length."""
+def mixed_prompts(count: int, *, vocab_size: int, longest: int, seed: int) -> list[Prompt]:
+    """Prompts of random lengths, 1 to `longest` tokens."""
     generator = np.random.default_rng(seed)
-    with open(path, "w") as file:
-        for length in generator.integers(8, 3000, size=24):
-            ids = generator.integers(3, vocab_size, size=int(length)).tolist()
-            file.write(json.dumps({"input_ids": ids}) + "\n")
+    return [
+        replace(prompt, ordinal=number, line=number + 1)
+        for number, length in enumerate(generator.integers(1, longest, size=count))
+        for prompt in random_prompts(
+            1, num_tokens=int(length), vocab_size=vocab_size, generator=generator
+        )
+    ]
 
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -212,12 +195,22 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         if arguments is not None
     ]
     report: dict[str, Any] = {"model": options.model, "tp": options.tp}
+    plan = Plan(
+        tokens_per_round=options.tokens_per_round,
+        max_requests=options.max_requests,
+        rounds=options.rounds,
+        client_rounds=0,
+        concurrency=options.concurrency,
+    )
     try:
         async with engines(specs, log_directory=options.logs) as running:
             patched = running["patched"]
             report["start_s"] = {name: round(e.start_s, 1) for name, e in running.items()}
             vocab_size = patched.ranks[0].ready.vocab_size
-            write_prompts(work / "prompts.jsonl", vocab_size=vocab_size, seed=1)
+            write_prompts(
+                work / "prompts.jsonl",
+                mixed_prompts(24, vocab_size=vocab_size, longest=3000, seed=1),
+            )
             outs: dict[str, Path] = {}
             for name, server in running.items():
                 if name == "plain":
@@ -225,9 +218,11 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 report[f"dumps_{name}"] = await check_dumps(server, seed=2)
                 _print(f"dumps_{name}", report[f"dumps_{name}"])
                 outs[name] = work / f"out-{name}"
-                extract(server, work / "prompts.jsonl", outs[name], work / "dumps")
+                extract_and_verify(server, work / "prompts.jsonl", outs[name], work / "dumps")
             outs["again"] = work / "out-again"
-            extract(running["single"], work / "prompts.jsonl", outs["again"], work / "dumps")
+            extract_and_verify(
+                running["single"], work / "prompts.jsonl", outs["again"], work / "dumps"
+            )
             for name, out in outs.items():
                 if name != "single":
                     report[f"values_{name}_vs_single"] = compare(out, outs["single"])
@@ -238,9 +233,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                     running["plain"],
                     patched,
                     prompt_tokens=prompt_tokens,
-                    tokens_per_round=options.tokens_per_round,
-                    rounds=options.rounds,
-                    concurrency=options.concurrency,
+                    plan=plan,
                 )
                 show(result)
                 report["overhead"].append(asdict(result))
@@ -270,6 +263,7 @@ def main() -> None:
     parser.add_argument("--dp-attention", action="store_true")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--tokens-per-round", type=int, default=500_000)
+    parser.add_argument("--max-requests", type=int, default=2000, help="in one round")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--logs", type=Path, default=Path("/tmp/tensor-parallel"))

@@ -94,16 +94,25 @@ class Ring:
             for index in reversed(range(plan.num_slots))
         ]
         self._condition = threading.Condition()
+        self._peak_slots = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that was in use at a time."""
+        return self._peak_slots * self.plan.slot_bytes
 
     def acquire(self) -> tuple[Slot, float]:
         """A free slot and the seconds waited for it. Blocks as long as it takes."""
         with self._condition:
-            if self._free:
-                return self._free.pop(), 0.0
-            begun = time.perf_counter()
-            while not self._free:
-                self._condition.wait()
-            return self._free.pop(), time.perf_counter() - begun
+            waited = 0.0
+            if not self._free:
+                begun = time.perf_counter()
+                while not self._free:
+                    self._condition.wait()
+                waited = time.perf_counter() - begun
+            slot = self._free.pop()
+            self._peak_slots = max(self._peak_slots, self.plan.num_slots - len(self._free))
+            return slot, waited
 
     def hold(self, slot: Slot, uses: int) -> None:
         """Say how many `release` calls will give the slot back."""

@@ -9,7 +9,7 @@ forward) cannot reach it; one copy to the host then runs on a stream of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -22,6 +22,10 @@ TORCH_DTYPES = {
     "F32": torch.float32,
     "I32": torch.int32,
 }
+
+#: One copy to the host at most. The engine's own small copies to the host (the sampled tokens, for
+#: which the next forward waits) queue behind ours in the same copy engine, part by part.
+COPY_BYTES: Final = 16 << 20
 
 
 class StagingError(RuntimeError):
@@ -122,7 +126,10 @@ class CudaStager:
         gather(states, layout, packed, begin=begin, end=end)
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copy_stream):
-            slot.tensor[:size_bytes].copy_(packed, non_blocking=True)
+            for part, source in zip(
+                slot.tensor[:size_bytes].split(COPY_BYTES), packed.split(COPY_BYTES), strict=True
+            ):
+                part.copy_(source, non_blocking=True)
             # Blocking: the waiting writer sleeps instead of spinning on a core.
             copied = torch.cuda.Event(blocking=True)
             copied.record(self._copy_stream)

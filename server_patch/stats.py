@@ -23,6 +23,7 @@ class Counters:
     errors_lost: int = 0  # error records that could not be written either
     tap_seconds: float = 0.0  # forward thread's time in the tap, waiting included
     ring_wait_seconds: float = 0.0  # of that: waiting for a free slot
+    ring_peak_bytes: int = 0  # most staging memory in use at a time
     write_seconds: float = 0.0  # writer processes' time in file calls, summed over them
 
 
@@ -41,9 +42,16 @@ class Stats:
                 setattr(self._counters, name, getattr(self._counters, name) + amount)
             self._version += 1
 
+    def reach(self, **values: float) -> None:
+        """Raise the named counters to `values` where they are below."""
+        with self._lock:
+            for name, value in values.items():
+                setattr(self._counters, name, max(getattr(self._counters, name), value))
+            self._version += 1
+
     @property
     def version(self) -> int:
-        """Changes with every `add`."""
+        """Changes with every `add` and `reach`."""
         return self._version
 
     def snapshot(self) -> Counters:

@@ -75,6 +75,7 @@ class Tap:
                 ring_wait_seconds=waited,
                 tap_seconds=time.perf_counter() - begun,
             )
+            self._stats.reach(ring_peak_bytes=self._ring.peak_bytes)
         except Exception as error:
             reason = describe(error, doing="taking the states")
             # Whatever is wrong may be wrong in every forward: one traceback is enough.

@@ -1,0 +1,137 @@
+"""What takes the dumps away while a server is measured: nobody, or the real client."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import Engine
+from prompts.types import Prompt
+from server_patch.dump_format import is_dump_name, is_error_name
+
+
+class NullSink:
+    """Removes dumps as they appear and counts them: a client that costs nothing.
+
+    A process of its own, so that it takes nothing from the one that sends the prompts.
+    """
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._up = context.Event()
+        self._stop = context.Event()
+        self._counts = context.Array("q", 3)  # dumps, error records, bytes
+        self._process = context.Process(
+            target=_sink, args=(tuple(directories), self._up, self._stop, self._counts), daemon=True
+        )
+
+    def __enter__(self) -> NullSink:
+        self._process.start()
+        self._up.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._process.join()
+
+    @property
+    def num_dumps(self) -> int:
+        return int(self._counts[0])
+
+    @property
+    def num_errors(self) -> int:
+        return int(self._counts[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._counts[2])
+
+
+def _sink(directories: Sequence[Path], up: Any, stop: Any, counts: Any) -> None:
+    up.set()
+    is_last = False
+    while not is_last:
+        is_last = stop.is_set()  # looked at before the last sweep, which then misses nothing
+        if not sum(_sweep(directory, counts) for directory in directories):
+            stop.wait(0.005)
+
+
+def _sweep(directory: Path, counts: Any) -> int:
+    found = 0
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(directory):
+            if is_dump_name(entry.name):
+                counts[0] += 1
+                counts[2] += entry.stat().st_size
+            elif is_error_name(entry.name):
+                counts[1] += 1
+            else:
+                continue
+            os.unlink(entry.path)
+            found += 1
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extraction:
+    """What one `extractor run` did."""
+
+    tokens: int
+    seconds: float  # from the first prompt to the last sealed shard
+    stored_bytes: int
+
+
+def extract(
+    server: Engine, prompts: Path, out: Path, dump_root: Path, *, arguments: Sequence[str] = ()
+) -> Extraction:
+    """The real client on the real command line. Raises RuntimeError unless every row is stored."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "extractor", "run", prompts, "--out", out, "--server", server.url,
+         "--tokenizer", "none", "--dump-dir", dump_root, "--json", *arguments],
+        stdout=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    if ran.returncode:
+        raise RuntimeError(f"extractor run ended with {ran.returncode}: {ran.stdout!r}")
+    session = json.loads(ran.stdout)["session"]
+    return Extraction(
+        tokens=session["tokens"],
+        seconds=session["seconds"],
+        stored_bytes=sum(path.stat().st_size for path in (out / "shards").iterdir()),
+    )
+
+
+class ClientSink:
+    """The real client, which stores every round's prompts anew under `directory`."""
+
+    def __init__(
+        self, server: Engine, directory: Path, dump_root: Path, *, arguments: Sequence[str]
+    ) -> None:
+        self._server = server
+        self._directory = directory
+        self._dump_root = dump_root
+        self._arguments = tuple(arguments)
+
+    def store(self, prompts: Sequence[Prompt]) -> Extraction:
+        """Run the client on `prompts`, and remove what it stored."""
+        with tempfile.TemporaryDirectory(dir=self._directory) as work:
+            path = Path(work) / "prompts.jsonl"
+            write_prompts(path, prompts)
+            return extract(
+                self._server, path, Path(work) / "out", self._dump_root, arguments=self._arguments
+            )
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
+    """Rows of token ids, as `extractor run` reads them."""
+    with open(path, "w") as file:
+        for prompt in prompts:
+            file.write(json.dumps({"input_ids": prompt.input_ids.tolist()}) + "\n")
