@@ -99,33 +99,32 @@ async def measure(
 
     speeds: dict[str, list[float]] = defaultdict(list)
     gigabytes_per_s: dict[str, list[float]] = defaultdict(list)
-    num_errors = 0
 
     async def round_of(name: str) -> None:
-        nonlocal num_errors
         if name in clients:
-            done = await asyncio.to_thread(clients[name].store, prompts())
+            with sink.resting():
+                done = await asyncio.to_thread(clients[name].store, prompts())
             speeds[name].append(done.tokens / done.seconds)
             gigabytes_per_s[name].append(done.stored_bytes / done.seconds / 1e9)
             return
         server = plain if name == "plain" else patched
-        with NullSink([rank.directory for rank in server.ranks]) as sink:
-            seconds = await prefill_s(server.url, prompts(), concurrency=plan.concurrency)
+        before = sink.num_bytes
+        seconds = await prefill_s(server.url, prompts(), concurrency=plan.concurrency)
         speeds[name].append(count * prompt_tokens / seconds)
-        gigabytes_per_s[name].append(sink.num_bytes / seconds / 1e9)
-        num_errors += sink.num_errors
+        gigabytes_per_s[name].append((sink.num_bytes - before) / seconds / 1e9)
 
-    for name in ("plain", NULL):
-        await round_of(name)
-    speeds.clear()
-    gigabytes_per_s.clear()
-    before = _stats(patched)
-    for number in range(plan.rounds):
-        order = ["plain", NULL, *(clients if number < plan.client_rounds else ())]
-        for name in order if number % 2 == 0 else reversed(order):
+    with NullSink([rank.directory for rank in patched.ranks]) as sink:
+        for name in ("plain", NULL):
             await round_of(name)
-    await asyncio.sleep(1.5)  # the plugin shows its counters once a second
-    after = _stats(patched)
+        speeds.clear()
+        gigabytes_per_s.clear()
+        before = _stats(patched)
+        for number in range(plan.rounds):
+            order = ["plain", NULL, *(clients if number < plan.client_rounds else ())]
+            for name in order if number % 2 == 0 else reversed(order):
+                await round_of(name)
+        await asyncio.sleep(1.5)  # the plugin shows its counters once a second
+        after = _stats(patched)
     spent = {name: after[name] - before[name] for name in after}
     forwards = int(spent["forwards"])
     return Result(
@@ -135,7 +134,7 @@ async def measure(
             name: _sink_result(speeds["plain"], speeds[name], gigabytes_per_s[name])
             for name in (NULL, *clients)
         },
-        num_errors=num_errors,
+        num_errors=sink.num_errors,
         forwards=forwards,
         tap_ms_per_forward=1e3 * spent["tap_seconds"] / max(1, forwards),
         ring_wait_s=spent["ring_wait_seconds"],

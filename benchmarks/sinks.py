@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,21 @@ class NullSink:
         context = multiprocessing.get_context("spawn")
         self._up = context.Event()
         self._stop = context.Event()
+        self._active = context.Event()
+        self._active.set()
+        self._resting = context.Event()
         self._counts = context.Array("q", 3)  # dumps, error records, bytes
         self._process = context.Process(
-            target=_sink, args=(tuple(directories), self._up, self._stop, self._counts), daemon=True
+            target=_sink,
+            args=(
+                tuple(directories),
+                self._up,
+                self._stop,
+                self._active,
+                self._resting,
+                self._counts,
+            ),
+            daemon=True,
         )
 
     def __enter__(self) -> NullSink:
@@ -42,6 +54,17 @@ class NullSink:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._process.join()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside the block somebody else takes the dumps."""
+        self._active.clear()
+        self._resting.wait()
+        try:
+            yield
+        finally:
+            self._resting.clear()
+            self._active.set()
 
     @property
     def num_dumps(self) -> int:
@@ -56,10 +79,15 @@ class NullSink:
         return int(self._counts[2])
 
 
-def _sink(directories: Sequence[Path], up: Any, stop: Any, counts: Any) -> None:
+def _sink(
+    directories: Sequence[Path], up: Any, stop: Any, active: Any, resting: Any, counts: Any
+) -> None:
     up.set()
     is_last = False
     while not is_last:
+        if not active.is_set():
+            resting.set()
+            active.wait()
         is_last = stop.is_set()  # looked at before the last sweep, which then misses nothing
         if not sum(_sweep(directory, counts) for directory in directories):
             stop.wait(0.005)

@@ -5,12 +5,13 @@
 Prints one line of JSON per figure:
 
 - to-ring:       one device-to-host copy into the pinned ring, GB/s
-- small-copy:    how long a copy of 64 numbers waits beside a large one, in one part and in parts
+- small-copy:    how long a copy of 64 numbers takes beside a large one
 - write:         files of fresh pages written from the ring by N processes, GB/s
 - rewrite:       the same into files that exist already, whose pages are reused
 - register:      device memory copied straight into the pages of a new file, which are registered
                  with the device before and released after, GB/s
-Without a GPU only `write` and `rewrite` are measured.
+Without a GPU only `write` and `rewrite` are measured. torch is imported where it is used: the
+writer processes do without.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from server_patch.staging import COPY_BYTES
+if TYPE_CHECKING:
+    import torch
 
 FILE_BYTES = 32 << 20  # a prompt of 2,048 tokens, four states of 2,048 bfloat16 each
 REPEATS = 5
@@ -112,50 +113,69 @@ def measure_writes(total_bytes: int) -> None:
 
 
 def _register(memory: torch.Tensor) -> None:
+    import torch
+
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
         raise RuntimeError(f"cudaHostRegister: error {int(error)}")
 
 
 def _unregister(memory: torch.Tensor) -> None:
+    import torch
+
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:
+    import torch
+
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 def measure_copies(total_bytes: int) -> None:
+    import torch
+
+    from server_patch.ring import Slot
+    from server_patch.staging import CudaStager
+
     source = torch.ones(total_bytes, dtype=torch.uint8, device="cuda")
     descriptor = os.memfd_create("ring")
     os.ftruncate(descriptor, total_bytes)
     ring = _mapped(descriptor, total_bytes)
     ring.zero_()
     _register(ring)
-    for part_bytes in (total_bytes, COPY_BYTES):
+    stream = torch.cuda.Stream()
+    stager = CudaStager(source.device)
 
-        def copy(part_bytes: int = part_bytes) -> None:
+    def submit(part_bytes: int) -> None:
+        with torch.cuda.stream(stream):
             for part, piece in zip(ring.split(part_bytes), source.split(part_bytes), strict=True):
                 part.copy_(piece, non_blocking=True)
+        stream.synchronize()
 
-        def copy_and_wait(copy: Callable[[], None] = copy) -> None:
-            copy()
-            torch.cuda.synchronize()
+    def drive() -> None:
+        slot = Slot(ring, 0)
+        gathered = torch.cuda.Event()
+        gathered.record()
+        slot.source = (source, gathered)
+        stager.wait(slot)
 
-        copy_and_wait()
-        show(
-            "to-ring",
-            part_bytes=part_bytes,
-            gigabytes_per_s=total_bytes / _median_s(copy_and_wait) / 1e9,
-        )
-        show("small-copy", beside_parts_of=part_bytes, milliseconds=_small_copy_ms(copy))
+    for how, copy in {
+        "in one part": lambda: submit(total_bytes),
+        "in parts of 16 MiB, all submitted at once": lambda: submit(16 << 20),
+        "as the plugin does, two parts at a time": drive,
+    }.items():
+        copy()
+        show("to-ring", how=how, gigabytes_per_s=total_bytes / _median_s(copy) / 1e9)
+        show("small-copy", beside=how, milliseconds=_small_copy_ms(copy))
     _unregister(ring)
     _measure_registering(source)
 
 
 def _small_copy_ms(copy: Callable[[], None]) -> float:
-    """Milliseconds until 64 numbers are on the host, begun just after `copy` on another stream."""
-    copy_stream = torch.cuda.Stream()
+    """Milliseconds until 64 numbers are on the host, begun while another thread is in `copy`."""
+    import torch
+
     numbers = torch.zeros(64, dtype=torch.int64, device="cuda")
     target = torch.empty(64, dtype=torch.int64, pin_memory=True)
     elapsed = []
@@ -163,18 +183,21 @@ def _small_copy_ms(copy: Callable[[], None]) -> float:
         torch.cuda.synchronize()
         begun = torch.cuda.Event(enable_timing=True)
         ended = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(copy_stream):
-            copy()
+        thread = threading.Thread(target=copy)
+        thread.start()
         torch.cuda._sleep(1_000_000)  # about 0.5 ms
         begun.record()
         target.copy_(numbers, non_blocking=True)
         ended.record()
+        thread.join()
         torch.cuda.synchronize()
         elapsed.append(begun.elapsed_time(ended))
     return float(statistics.median(elapsed))
 
 
 def _measure_registering(source: torch.Tensor) -> None:
+    import torch
+
     spent = {"map": 0.0, "register": 0.0, "copy": 0.0, "release": 0.0}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         for number in range(REPEATS):
@@ -206,6 +229,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--bytes", type=int, default=256 << 20, help="of one forward")
     options = parser.parse_args()
+    import torch
+
     if torch.cuda.is_available():
         measure_copies(options.bytes)
     measure_writes(options.bytes)

@@ -68,8 +68,8 @@ class Slot:
     def __init__(self, tensor: torch.Tensor, index: int) -> None:
         self.tensor = tensor  # [slot_bytes] uint8, host
         self.index = index  # it begins at byte index * slot_bytes of the ring
-        # Set by the copy: what a writer waits for before it reads the slot.
-        self.copied: Any = None
+        # Where its content still is, between staging and copying: the stager's own business.
+        self.source: Any = None
         self.uses = 0
 
 
@@ -123,7 +123,7 @@ class Ring:
         with self._condition:
             slot.uses -= 1
             if slot.uses <= 0:
-                slot.copied = None
+                slot.source = None
                 self._free.append(slot)
                 self._condition.notify()
 

@@ -3,11 +3,12 @@
 Both stagers first gather the wanted rows in the slot's layout. On a CPU that is the copy. On a GPU
 the gathering runs on the compute stream into memory of our own, in order with the model's kernels,
 so whatever the engine overwrites afterwards (in-place norms, communication buffers, the next
-forward) cannot reach it; one copy to the host then runs on a stream of its own.
+forward) cannot reach it; the copy to the host then runs on a stream of its own.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -23,8 +24,9 @@ TORCH_DTYPES = {
     "I32": torch.int32,
 }
 
-#: One copy to the host at most. The engine's own small copies to the host (the sampled tokens, for
-#: which the next forward waits) queue behind ours in the same copy engine, part by part.
+#: The copy to the host is made in parts of this size, of which at most two are under way: the
+#: engine's own small copies to the host (the sampled tokens) queue behind them, and behind a whole
+#: forward's states they would wait for milliseconds.
 COPY_BYTES: Final = 16 << 20
 
 
@@ -87,10 +89,10 @@ class Stager(Protocol):
     pinned: bool
 
     def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
-        """Begin to fill `slot` with rows begin..end; sets `slot.copied`."""
+        """Begin to fill `slot` with rows begin..end. Never waits for the device."""
 
     def wait(self, slot: Slot) -> None:
-        """Block the calling thread until `slot` is filled."""
+        """Fill `slot` and return when that is done; called once, by another thread."""
 
     def enter_thread(self) -> None:
         """Called once by the thread that waits, before anything else."""
@@ -112,7 +114,10 @@ class CpuStager:
 
 
 class CudaStager:
-    """The states are on a GPU: gather on the compute stream, copy on a stream of our own."""
+    """The states are on a GPU: gathered on the compute stream, copied on a stream of our own.
+
+    The copy is driven by the thread that waits for it, not by the forward thread.
+    """
 
     pinned = True
 
@@ -121,24 +126,31 @@ class CudaStager:
         self._copy_stream = torch.cuda.Stream(device=device)
 
     def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
-        size_bytes = layout.size_bytes(end - begin)
-        packed = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+        packed = torch.empty(layout.size_bytes(end - begin), dtype=torch.uint8, device=self._device)
         gather(states, layout, packed, begin=begin, end=end)
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copy_stream):
-            for part, source in zip(
-                slot.tensor[:size_bytes].split(COPY_BYTES), packed.split(COPY_BYTES), strict=True
-            ):
-                part.copy_(source, non_blocking=True)
-            # Blocking: the waiting writer sleeps instead of spinning on a core.
-            copied = torch.cuda.Event(blocking=True)
-            copied.record(self._copy_stream)
-        slot.copied = copied
-        # The block goes back to the allocator now, but is not handed out before the copy is over.
-        packed.record_stream(self._copy_stream)
+        gathered = torch.cuda.Event()
+        gathered.record(torch.cuda.current_stream(self._device))
+        slot.source = (packed, gathered)
 
     def wait(self, slot: Slot) -> None:
-        slot.copied.synchronize()
+        packed, gathered = slot.source
+        self._copy_stream.wait_event(gathered)
+        under_way: deque[torch.cuda.Event] = deque()
+        for part, source in zip(
+            slot.tensor[: packed.nbytes].split(COPY_BYTES), packed.split(COPY_BYTES), strict=True
+        ):
+            with torch.cuda.stream(self._copy_stream):
+                part.copy_(source, non_blocking=True)
+                # Blocking: the waiting thread sleeps instead of spinning on a core.
+                copied = torch.cuda.Event(blocking=True)
+                copied.record(self._copy_stream)
+            under_way.append(copied)
+            if len(under_way) == 2:
+                under_way.popleft().synchronize()
+        while under_way:
+            under_way.popleft().synchronize()
+        # Only now may the allocator hand the memory out again.
+        slot.source = None
 
     def enter_thread(self) -> None:
         # A fresh thread would otherwise touch device 0, and open a context there.
