@@ -83,7 +83,10 @@ def read_facts(runner: Any) -> Facts:
         chunked_prefill_size=chunk if chunk > 0 else -1,
         max_forward_rows=chunk if chunk > 0 else whole,
         radix_cache=not _get(args, "disable_radix_cache"),
-        quantization=_text_or_none(getattr(args, "quantization", None)),
+        # The model's own config decides when no argument does; only the former is always told here.
+        quantization=_text_or_none(
+            getattr(config, "quantization", None) or getattr(args, "quantization", None)
+        ),
         kv_cache_dtype=_text_or_none(getattr(args, "kv_cache_dtype", None)),
     )
 

@@ -20,12 +20,15 @@ class Truth:
 
 
 class Reference:
-    """A model loaded by transformers."""
+    """A model loaded by transformers: the folder's own, or the one in it that says the same."""
 
     def __init__(self, model: Path) -> None:
         import torch
+        from rig.derived import REFERENCE
         from transformers import AutoModelForCausalLM
 
+        if (model / REFERENCE).exists():
+            model = model / REFERENCE
         self.config = json.loads((model / "config.json").read_bytes())
         self._torch = torch
         torch.set_num_threads(1)  # see `serving.serve`

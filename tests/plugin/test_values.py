@@ -71,6 +71,7 @@ def test_ready_says_what_is_captured(case: Case, serving: Serving, reference: Re
         assert ready.architecture == config["architectures"][0]
         assert (ready.dtype, ready.last_kind) == ("F32", "both")
         assert (ready.chunked_prefill_size, ready.dp_size) == (case.chunk, case.num_writers)
+        assert ready.quantization == case.quantization
         assert serving.url == f"http://{ready.host}:{ready.port}"
 
 
