@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -259,14 +260,13 @@ def note_prompt_lengths(forward_batch: Any, _cls: Any, batch: Any, *_: Any, **__
     The forward batch does not say where a prompt ends, and rows past its end are decoded tokens: in
     a mixed chunk, or when a retracted request is computed again.
     """
-    if not is_prefill(forward_batch):
-        return
-    try:
-        rids = RequestIds(forward_batch.rids)
-        rids.prompt_lens = [len(request.origin_input_ids) for request in batch.reqs]
-        forward_batch.rids = rids
-    except (AttributeError, TypeError):
-        pass  # without it nothing is cut, and the client sees the surplus rows
+    # Without it nothing is cut, and the client sees the surplus rows; raised here, it would be the
+    # engine's error.
+    with suppress(Exception):
+        if is_prefill(forward_batch):
+            rids = RequestIds(forward_batch.rids)
+            rids.prompt_lens = [len(request.origin_input_ids) for request in batch.reqs]
+            forward_batch.rids = rids
 
 
 # ---- look-ups ----------------------------------------------------------------------------------
