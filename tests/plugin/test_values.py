@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 
 from plugin.conftest import Case
-from plugin.reference import Reference, Truth, relative_error
+from plugin.reference import Reference, relative_error
 from plugin.serving import Serving
+from plugin.values import assert_is, boundary_of, make_ids
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
 
-TOLERANCE = 1e-5  # relative, float32: kernels and batches differ, layers do not
 #: Far from a state of another layer or prompt, which is off by tenths.
 FAR = 1e-3
-
-
-def make_ids(seed: int, rows: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, 500) for _ in range(rows)]
-
-
-def boundary_of(sample: dict[str, np.ndarray], index: int) -> np.ndarray:
-    hidden = sample["last"].shape[1]
-    return sample["aux"][:, index * hidden : (index + 1) * hidden]
-
-
-def assert_is(
-    sample: dict[str, np.ndarray], ids: list[int], boundaries: tuple[int, ...], truth: Truth
-) -> None:
-    assert sample["input_ids"].tolist() == ids
-    for index, boundary in enumerate(boundaries):
-        error = relative_error(boundary_of(sample, index), truth.boundaries[boundary])
-        assert error < TOLERANCE, f"boundary {boundary}: {error}"
-    assert relative_error(sample["last"], truth.last) < TOLERANCE
-    assert relative_error(sample["last_pre"], truth.last_pre) < TOLERANCE
 
 
 def test_states_are_those_of_hugging_face(
