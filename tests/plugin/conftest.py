@@ -72,6 +72,15 @@ CASES = {
         stand_in="cpu_int8",
         quantization="w8a8_int8",
     ),
+    # Replicas with schedulers, writers and directories of their own.
+    "llama-dp2": Case(
+        model="llama",
+        boundaries="eagle3",
+        resolved=(2, 4, 5),
+        chunk=64,
+        args=("--dp-size", "2", "--disable-radix-cache", "--disable-overlap-schedule"),
+        num_writers=2,
+    ),
     # A trained model, whose states have the outliers of the real thing.
     "smollm2": Case(
         model="smollm2",
@@ -141,7 +150,7 @@ def serving(
 ) -> Iterator[Serving]:
     """The running server of the case."""
     env = {}
-    if "--tp-size" in case.args:
+    if {"--tp-size", "--dp-size"} & set(case.args):
         env.update(bind_ranks(2))
     if case.stand_in is not None:
         env.update(engine_plugin(case.stand_in))

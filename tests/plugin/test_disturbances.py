@@ -6,12 +6,12 @@ in prefill batches, and chunks are small, whatever else a test does.
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import os
 import resource
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,19 +20,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import psutil
 import pytest
-from helpers import Ids, Notes, make_prompts, read_samples, rows_of, write_prompts
+from helpers import make_prompts, read_samples, rows_of, write_prompts
 
 import extractor.exchange
 from extractor.collector import Collected
-from extractor.config import RunOptions
 from extractor.exchange import Exchange
 from extractor.plan import Request
 from extractor.retry import Failure
-from extractor.run import RunSummary, run
 from manifest.states import Reason, State
+from plugin.client import assert_stored, extract
 from plugin.conftest import EnginePlugin
 from plugin.reference import Reference
 from plugin.serving import Serving, read_dump, serve, wait_for
@@ -265,22 +263,6 @@ def test_a_reader_never_sees_a_file_that_is_not_whole(server: Serving) -> None:
 # --- the prefix cache and the real client ---------------------------------------------------------
 
 
-def extract(server: Serving, path: Path, out: Path, **options: Any) -> RunSummary:
-    return asyncio.run(
-        run(
-            RunOptions(
-                prompts=(path,),
-                out=out,
-                server_url=server.url,
-                dump_root=server.root,
-                tokenizer="none",
-                **options,
-            ),
-            Notes(),
-        )
-    )
-
-
 @pytest.fixture
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Reason]]:
     """Attempts of the client that gave no sample: attempt number and reason."""
@@ -309,15 +291,6 @@ def share_cache(monkeypatch: pytest.MonkeyPatch, *, attempts: int) -> None:
         return document
 
     monkeypatch.setattr(Request, "body", shared)
-
-
-def assert_stored(out: Path, prompts: list[Ids], reference: Reference) -> None:
-    samples = read_samples(out)
-    assert set(samples) == set(range(len(prompts)))
-    for ordinal, sample in samples.items():
-        ids = list(prompts[ordinal].ids)
-        states = {**sample.states, "input_ids": np.array(sample.ids)}
-        assert_is(states, ids, BOUNDARIES, reference.states(ids))
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -352,7 +325,7 @@ def test_a_prompt_from_the_prefix_cache_is_sent_again_and_never_stored(
     summary = extract(server, path, out, **options)
     assert summary.totals.by_state[State.STORED] == 6
     assert sorted(outcomes) == [(1, reason)] * 6
-    assert_stored(out, prompts, reference)
+    assert_stored(out, prompts, BOUNDARIES, reference)
     assert list(server.dumps()) == []
 
 
@@ -367,7 +340,7 @@ def test_isolated_requests_are_never_served_from_the_cache(
     path = write_prompts(tmp_path / "p.jsonl", [*prompts, *prompts])
     extract(server, path, tmp_path / "out")
     assert outcomes == []
-    assert_stored(tmp_path / "out", [*prompts, *prompts], reference)
+    assert_stored(tmp_path / "out", [*prompts, *prompts], BOUNDARIES, reference)
 
 
 # --- what fails in or around the plugin -----------------------------------------------------------
@@ -421,9 +394,46 @@ def test_a_dump_the_kernel_refuses_becomes_an_error_record(
     (record,) = server.errors()
     assert (record.rid, record.start) == ("xtr-big", 0)
     assert "File too large" in record.reason
-    assert sorted(path.name for path in server.directory.glob(".*")) == []
+    wait_for(lambda: not list(server.directory.glob(".*")))
     clear(server)
     assert_right(server, reference, "xtr-fits", ids)
+
+
+@contextmanager
+def small_file_system(directory: Path, size_bytes: int) -> Iterator[None]:
+    """`directory` is a tmpfs of that size inside the block; skips the test where none may be."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=770", "tmpfs", directory]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"file systems cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        # Lazily: a writer may be in the middle of a file.
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def num_lost(server: Serving) -> int:
+    """How often the server said that not even an error record could be written."""
+    return server.log_path.read_text().count("error records could not be written")
+
+
+def test_a_full_file_system_costs_what_does_not_fit(server: Serving, reference: Reference) -> None:
+    ids = make_ids(945, 5 * CHUNK)
+    before = num_lost(server)
+    with small_file_system(server.directory, 72 << 10):  # six dumps of 11 kB
+        for number in range(6):
+            assert len(server.generate(f"xtr-full-{number}", ids)["output_ids"]) == 1
+        wait_for(lambda: server.errors() or num_lost(server) > before)
+        assert {record.reason for record in server.errors()} <= {
+            "writing failed: OSError: [Errno 28] No space left on device"
+        }
+        assert 0 < len(list(server.dumps())) <= 6  # each of them whole, or reading it would raise
+        wait_for(lambda: not list(server.directory.glob(".*")))
+        # The client makes room by taking what is there.
+        clear(server)
+        assert_right(server, reference, "xtr-room", ids[: 3 * CHUNK])
+    assert_right(server, reference, "xtr-after", ids)
 
 
 @pytest.mark.parametrize("obstacle", ["removed", "no directory"])
@@ -439,11 +449,10 @@ def test_a_dump_directory_that_cannot_be_written_costs_only_the_dumps(
     else:
         directory.rename(aside)
         directory.write_text("in the way\n")
-    lost = "error records could not be written"
-    before = server.log_path.read_text().count(lost)
+    before = num_lost(server)
     for number in range(6):
         assert len(server.generate(f"xtr-gone-{number}", ids)["output_ids"]) == 1
-    wait_for(lambda: server.log_path.read_text().count(lost) > before)
+    wait_for(lambda: num_lost(server) > before)
     if obstacle == "removed":
         directory.mkdir()
         (directory / "READY.json").write_bytes(ready)

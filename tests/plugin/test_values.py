@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+from helpers import make_prompts, write_prompts
 
+from manifest.states import State
+from plugin.client import assert_stored, extract
 from plugin.conftest import Case
 from plugin.reference import Reference, relative_error
 from plugin.serving import Serving
@@ -90,4 +94,14 @@ def test_continuations_of_our_requests_are_not_dumped(case: Case, serving: Servi
     serving.generate_all(requests)
     for i in range(12):
         serving.take_sample(f"xtr-long-{i}", 30 + i)
+    assert list(serving.dumps()) == []
+
+
+def test_the_client_stores_them(
+    case: Case, serving: Serving, reference: Reference, tmp_path: Path
+) -> None:
+    prompts = make_prompts(12, seed=4, longest=70, vocabulary=500)
+    summary = extract(serving, write_prompts(tmp_path / "p.jsonl", prompts), tmp_path / "out")
+    assert summary.totals.by_state[State.STORED] == len(prompts)
+    assert_stored(tmp_path / "out", prompts, case.resolved, reference)
     assert list(serving.dumps()) == []
