@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -47,12 +48,14 @@ class NormProbe:
     def _after_norm(self, _module: Any, inputs: tuple[Any, ...], output: Any) -> None:
         if not self._listening:
             return
-        if isinstance(output, tuple):
-            # The fused kernel adds the residual in place and returns the sum.
-            self._seen = output[1]
-        elif inputs and inputs[0].data_ptr() != output.data_ptr():
-            # No residual apart: the input is h[n], unless the norm overwrote it.
-            self._seen = inputs[0]
+        # Raised here, an error would be the model's.
+        with suppress(Exception):
+            if isinstance(output, tuple):
+                # The fused kernel adds the residual in place and returns the sum.
+                self._seen = output[1]
+            elif inputs and inputs[0].data_ptr() != output.data_ptr():
+                # No residual apart: the input is h[n], unless the norm overwrote it.
+                self._seen = inputs[0]
 
 
 class Capture:
@@ -74,6 +77,7 @@ class Capture:
         self._shares_forward = shares_forward
         self._tap: Tap | None = None
         self._norm_probe: NormProbe | None = None
+        self._failed = False
 
     def connect(self, tap: Tap | None, norm_probe: NormProbe | None) -> None:
         """Where the states go. Without a tap (other ranks) they are captured and dropped."""
@@ -82,9 +86,7 @@ class Capture:
 
     def run(self, forward_batch: Any, call: Callable[[], Any]) -> Any:
         """`call()` is the original forward; returns what it would have returned without us."""
-        ours = engine.is_prefill(forward_batch) and any(
-            is_ours(rid, self._rid_prefix) for rid in engine.request_ids(forward_batch)
-        )
+        ours = self._holds_ours(forward_batch)
         armed = engine.any_rank_prefills(forward_batch) if self._shares_forward else ours
         if not armed:
             return call()
@@ -94,32 +96,49 @@ class Capture:
             probe.listen()
         with self._points.active():
             result = call()
-        last_pre = probe.take() if probe is not None else None
         captured = isinstance(result, tuple) and len(result) == 2
         hidden = result[0] if captured else result
         if tap is not None:
-            _hand_over(tap, forward_batch, hidden, result[1] if captured else None, last_pre)
+            _hand_over(tap, forward_batch, hidden, result[1] if captured else None, probe)
         return hidden
+
+    def _holds_ours(self, forward_batch: Any) -> bool:
+        """Does this forward extend a prompt of ours?"""
+        try:
+            return engine.is_prefill(forward_batch) and any(
+                is_ours(rid, self._rid_prefix) for rid in engine.request_ids(forward_batch)
+            )
+        except Exception:
+            # Whatever is wrong may be wrong in every forward, decode steps too: say it once.
+            if not self._failed:
+                logger.exception("hidden states: a batch cannot be told apart, nothing is captured")
+            self._failed = True
+            return False
 
 
 def _hand_over(
-    tap: Tap, forward_batch: Any, last: torch.Tensor, aux: Any, last_pre: torch.Tensor | None
+    tap: Tap, forward_batch: Any, last: torch.Tensor, aux: Any, probe: NormProbe | None
 ) -> None:
     """Give one forward's states to `tap`; whatever fails is recorded, never raised."""
+    rids: Sequence[str] = ()
     try:
         rids = engine.request_ids(forward_batch)
+        last_pre = probe.take() if probe is not None else None
         if aux is None:
             tap.refuse(rids, "the engine captured nothing in this forward")
             return
-        try:
-            batch = engine.read_batch(forward_batch)
-            states = States(aux=aux, last=last, last_pre=last_pre, input_ids=batch.input_ids)
-        except Exception as error:
-            tap.refuse(rids, f"the batch cannot be read: {error}")
-            return
+        batch = engine.read_batch(forward_batch)
+        states = States(aux=aux, last=last, last_pre=last_pre, input_ids=batch.input_ids)
         tap.take(batch, states)
+    except Exception as error:
+        _refuse(tap, rids, f"the forward cannot be handed over: {error}")
+
+
+def _refuse(tap: Tap, rids: Sequence[str], reason: str) -> None:
+    try:
+        tap.refuse(rids, reason)
     except Exception:
-        logger.exception("hidden states: a forward could not be handed over")
+        logger.exception("hidden states: this could not even be recorded: %s", reason)
 
 
 def install(inner: Any, capture: Capture) -> None:

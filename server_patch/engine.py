@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -83,7 +84,10 @@ def read_facts(runner: Any) -> Facts:
         chunked_prefill_size=chunk if chunk > 0 else -1,
         max_forward_rows=chunk if chunk > 0 else whole,
         radix_cache=not _get(args, "disable_radix_cache"),
-        quantization=_text_or_none(getattr(args, "quantization", None)),
+        # The model's own config decides when no argument does; only the former is always told here.
+        quantization=_text_or_none(
+            getattr(config, "quantization", None) or getattr(args, "quantization", None)
+        ),
         kv_cache_dtype=_text_or_none(getattr(args, "kv_cache_dtype", None)),
     )
 
@@ -256,14 +260,13 @@ def note_prompt_lengths(forward_batch: Any, _cls: Any, batch: Any, *_: Any, **__
     The forward batch does not say where a prompt ends, and rows past its end are decoded tokens: in
     a mixed chunk, or when a retracted request is computed again.
     """
-    if not is_prefill(forward_batch):
-        return
-    try:
-        rids = RequestIds(forward_batch.rids)
-        rids.prompt_lens = [len(request.origin_input_ids) for request in batch.reqs]
-        forward_batch.rids = rids
-    except (AttributeError, TypeError):
-        pass  # without it nothing is cut, and the client sees the surplus rows
+    # Without it nothing is cut, and the client sees the surplus rows; raised here, it would be the
+    # engine's error.
+    with suppress(Exception):
+        if is_prefill(forward_batch):
+            rids = RequestIds(forward_batch.rids)
+            rids.prompt_lens = [len(request.origin_input_ids) for request in batch.reqs]
+            forward_batch.rids = rids
 
 
 # ---- look-ups ----------------------------------------------------------------------------------

@@ -120,37 +120,48 @@ class WriterPool:
             self._stager.enter_thread()
         while True:
             slot, job = self._queue.get()
-            try:
-                self._send_whole(slot, job)
-            except Exception:
-                logger.exception("hidden states: the sender met an unexpected error")
+            for part in self._parts(slot, job):
+                try:
+                    self._send(slot, part)
+                except Exception as error:
+                    self._give_up(slot, part, describe(error, doing="handing over"))
 
-    def _send_whole(self, slot: Slot | None, job: Job) -> None:
-        """Send `job` in parts that fit a message and can be written side by side."""
-        if slot is not None:
-            try:
+    def _parts(self, slot: Slot | None, job: Job) -> list[Job]:
+        """`job`, once its slot is filled, in parts that fit a message and can be written side by
+        side. Each part is one use of the slot."""
+        doing = "copying to the host"
+        try:
+            if slot is not None:
                 self._stager.wait(slot)
-            except Exception as error:
-                failures = _as_failures(job, describe(error, doing="copying to the host"))
-                self._stats.add(errors=len(failures))
-                job = Job(slot=None, failures=failures)
-        parts = _split(job, num_parts=self._num_writers)
+            doing = "handing over"
+            parts = _split(job, num_parts=self._num_writers)
+        except Exception as error:
+            failures = _as_failures(job, describe(error, doing=doing))
+            self._stats.add(errors=len(failures))
+            parts = [Job(slot=None, failures=[*failures, *job.failures])]
         if slot is not None:
             self._ring.hold(slot, len(parts))
-        for part in parts:
-            self._send(slot, part)
+        return parts
 
     def _send(self, slot: Slot | None, job: Job) -> None:
+        """Give `job` to a writer, or raise and leave it to the caller."""
+        data = job.encode()
         with self._lock:
             writer = min(self._writers, key=lambda writer: len(writer.given), default=None)
-            if writer is not None:
-                writer.given.append((slot, job))
-        if writer is None:
-            self._give_up(slot, job, "no writer process is left")
-            return
-        # A writer that has died meanwhile took the job with it: the receiver sees to that.
-        with suppress(OSError):
-            writer.socket.send(job.encode())
+            if writer is None:
+                raise WriterError("no writer process is left")
+            # Before it is sent: the report may come at once.
+            writer.given.append((slot, job))
+        try:
+            writer.socket.send(data)
+        except ConnectionError:
+            return  # it has died and taken the job with it: the receiver sees to that
+        except OSError:  # it lives and never got the job: a message can be too long for a socket
+            with self._lock:
+                if writer not in self._writers:
+                    return
+                writer.given.pop()
+            raise
 
     # --- receiving ---------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,22 @@ import pytest
 from plugin.reference import Reference
 from plugin.serving import Serving, serve
 
+#: Name of a module of `stand_ins` -> environment of a server that has it as a plugin.
+EnginePlugin = Callable[[str], dict[str, str]]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """One model, one server."""
 
-    model: str
+    model: str  # of `MODELS` or a tiny one
     boundaries: str  # as in SGLANG_HS_BOUNDARIES
     resolved: tuple[int, ...]  # what that means for this model
     chunk: int  # tokens
     args: tuple[str, ...] = ()  # of the server, besides the chunk size
     num_writers: int = 1
+    stand_in: str | None = None  # module of `stand_ins` that lets this run without a GPU
+    quantization: str | None = None
 
 
 CASES = {
@@ -48,6 +54,32 @@ CASES = {
         chunk=32,
         args=("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         num_writers=2,
+        stand_in="cpu_dp_attention",
+    ),
+    # The text model is two classes deep, embeds its own tokens, and is DeepSeek's.
+    "kimi-k25": Case(
+        model="kimi-k25",
+        boundaries="1,2,3",
+        resolved=(1, 2, 3),
+        chunk=7,
+        stand_in="cpu_multimodal",
+    ),
+    "llama-int8": Case(
+        model="llama-int8",
+        boundaries="eagle3",
+        resolved=(2, 4, 5),
+        chunk=-1,
+        stand_in="cpu_int8",
+        quantization="w8a8_int8",
+    ),
+    # Replicas with schedulers, writers and directories of their own.
+    "llama-dp2": Case(
+        model="llama",
+        boundaries="eagle3",
+        resolved=(2, 4, 5),
+        chunk=64,
+        args=("--dp-size", "2", "--disable-radix-cache", "--disable-overlap-schedule"),
+        num_writers=2,
     ),
     # A trained model, whose states have the outliers of the real thing.
     "smollm2": Case(
@@ -63,12 +95,15 @@ CASES = {
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Makes a model of the rig, once per session."""
+    from rig.derived import kimi_k25, llama_int8
     from rig.models import smollm2, tiny
 
     root = tmp_path_factory.mktemp("models")
+    makers = {"smollm2": smollm2, "kimi-k25": kimi_k25, "llama-int8": llama_int8}
 
     def make(name: str) -> Path:
-        return smollm2(root / name) if name == "smollm2" else tiny(name, root / name)
+        maker = makers.get(name, partial(tiny, name))
+        return maker(root / name)
 
     return make
 
@@ -81,40 +116,44 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="session")
-def cpu_plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that makes `cpu_dp_attention` an SGLang plugin of processes that have it on their
-    path."""
-    site = tmp_path_factory.mktemp("site")
-    metadata = site / "cpu_dp_attention-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: cpu-dp-attention\nVersion: 0\n"
-    )
-    (metadata / "entry_points.txt").write_text(
-        "[sglang.srt.plugins]\ncpu_dp_attention = cpu_dp_attention:hooks\n"
-    )
-    source = Path(__file__).with_name("cpu_dp_attention.py")
-    (site / source.name).write_text(source.read_text())
-    return site
+def engine_plugin(tmp_path_factory: pytest.TempPathFactory) -> EnginePlugin:
+    """Makes a module of `stand_ins` an SGLang plugin of the servers that get this environment."""
+
+    def make(name: str) -> dict[str, str]:
+        site = tmp_path_factory.mktemp("site")
+        metadata = site / f"{name}-0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:hooks\n")
+        source = Path(__file__).parent / "stand_ins" / f"{name}.py"
+        (site / source.name).write_text(source.read_text())
+        path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"PYTHONPATH": os.pathsep.join(path)}
+
+    return make
+
+
+def bind_ranks(count: int) -> dict[str, str]:
+    """A core of its own for each of `count` ranks; skips the test where there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < count:
+        pytest.skip(f"the engine binds each rank to a core of its own: {len(cores)} of {count}")
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, cores[:count]))}
 
 
 @pytest.fixture(scope="module")
 def serving(
     case: Case,
-    cpu_plugin: Path,
+    engine_plugin: EnginePlugin,
     model_dir: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     """The running server of the case."""
     env = {}
-    if "--tp-size" in case.args:
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) < 2:
-            pytest.skip("the engine binds each rank to a core of its own, and there is one core")
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[1]}"
-    if "--enable-dp-attention" in case.args:
-        path = [str(cpu_plugin), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env["PYTHONPATH"] = os.pathsep.join(path)
+    if {"--tp-size", "--dp-size"} & set(case.args):
+        env.update(bind_ranks(2))
+    if case.stand_in is not None:
+        env.update(engine_plugin(case.stand_in))
     with serve(
         model_dir(case.model),
         tmp_path_factory.mktemp("dumps"),

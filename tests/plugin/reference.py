@@ -18,14 +18,26 @@ class Truth:
     last_pre: np.ndarray  # h[n]
     last: np.ndarray  # after the final norm
 
+    def rows(self, rows: range) -> Truth:
+        """Of these rows alone."""
+        part = slice(rows.start, rows.stop)
+        return Truth(
+            boundaries=[state[part] for state in self.boundaries],
+            last_pre=self.last_pre[part],
+            last=self.last[part],
+        )
+
 
 class Reference:
-    """A model loaded by transformers."""
+    """A model loaded by transformers: the folder's own, or the one in it that says the same."""
 
     def __init__(self, model: Path) -> None:
         import torch
+        from rig.derived import REFERENCE
         from transformers import AutoModelForCausalLM
 
+        if (model / REFERENCE).exists():
+            model = model / REFERENCE
         self.config = json.loads((model / "config.json").read_bytes())
         self._torch = torch
         torch.set_num_threads(1)  # see `serving.serve`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,6 +135,13 @@ def read_dump(path: Path) -> Dump:
         for name, span in found.tensors.items()
     }
     return Dump(header=found.header, tensors=tensors)
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until, "timed out"
+        time.sleep(0.02)
 
 
 @contextmanager

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plugin.serving import Serving, serve
+from plugin.serving import Serving, serve, wait_for
 from server_patch.dump_format import dump_name
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
@@ -126,10 +125,3 @@ def test_the_server_outlives_its_dump_directory(patched: Serving) -> None:
     patched.generate("xtr-back", list(range(3, 60)))
     assert patched.take_sample("xtr-back", 57)["input_ids"].tolist() == list(range(3, 60))
     assert "1 error records could not be written" in patched.log_path.read_text()
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float = 20) -> None:
-    until = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until, "timed out"
-        time.sleep(0.02)

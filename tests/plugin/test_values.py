@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
-import numpy as np
 import pytest
+from helpers import make_prompts, write_prompts
 
+from manifest.states import State
+from plugin.client import assert_stored, extract
 from plugin.conftest import Case
-from plugin.reference import Reference, Truth, relative_error
+from plugin.reference import Reference, relative_error
 from plugin.serving import Serving
+from plugin.values import assert_is, boundary_of, make_ids
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
 
-TOLERANCE = 1e-5  # relative, float32: kernels and batches differ, layers do not
 #: Far from a state of another layer or prompt, which is off by tenths.
 FAR = 1e-3
-
-
-def make_ids(seed: int, rows: int) -> list[int]:
-    generator = random.Random(seed)
-    return [generator.randrange(3, 500) for _ in range(rows)]
-
-
-def boundary_of(sample: dict[str, np.ndarray], index: int) -> np.ndarray:
-    hidden = sample["last"].shape[1]
-    return sample["aux"][:, index * hidden : (index + 1) * hidden]
-
-
-def assert_is(
-    sample: dict[str, np.ndarray], ids: list[int], boundaries: tuple[int, ...], truth: Truth
-) -> None:
-    assert sample["input_ids"].tolist() == ids
-    for index, boundary in enumerate(boundaries):
-        error = relative_error(boundary_of(sample, index), truth.boundaries[boundary])
-        assert error < TOLERANCE, f"boundary {boundary}: {error}"
-    assert relative_error(sample["last"], truth.last) < TOLERANCE
-    assert relative_error(sample["last_pre"], truth.last_pre) < TOLERANCE
 
 
 def test_states_are_those_of_hugging_face(
@@ -71,6 +53,7 @@ def test_ready_says_what_is_captured(case: Case, serving: Serving, reference: Re
         assert ready.architecture == config["architectures"][0]
         assert (ready.dtype, ready.last_kind) == ("F32", "both")
         assert (ready.chunked_prefill_size, ready.dp_size) == (case.chunk, case.num_writers)
+        assert ready.quantization == case.quantization
         assert serving.url == f"http://{ready.host}:{ready.port}"
 
 
@@ -111,4 +94,14 @@ def test_continuations_of_our_requests_are_not_dumped(case: Case, serving: Servi
     serving.generate_all(requests)
     for i in range(12):
         serving.take_sample(f"xtr-long-{i}", 30 + i)
+    assert list(serving.dumps()) == []
+
+
+def test_the_client_stores_them(
+    case: Case, serving: Serving, reference: Reference, tmp_path: Path
+) -> None:
+    prompts = make_prompts(12, seed=4, longest=70, vocabulary=500)
+    summary = extract(serving, write_prompts(tmp_path / "p.jsonl", prompts), tmp_path / "out")
+    assert summary.totals.by_state[State.STORED] == len(prompts)
+    assert_stored(tmp_path / "out", prompts, case.resolved, reference)
     assert list(serving.dumps()) == []

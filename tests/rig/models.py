@@ -132,7 +132,7 @@ def tiny(name: str, target: Path) -> Path:
         # transformers writes its newest spelling of the config; SGLang reads the common one.
         config_file.write_text(config_text)
 
-    return _publish(target, {"kind": "tiny", "version": 1, "config": config}, build)
+    return publish(target, {"kind": "tiny", "version": 1, "config": config}, build)
 
 
 def smollm2(target: Path) -> Path:
@@ -152,7 +152,7 @@ def smollm2(target: Path) -> Path:
         )
         model.save_pretrained(folder)
 
-    return _publish(target, {"kind": "smollm2", "version": 1}, build)
+    return publish(target, {"kind": "smollm2", "version": 1}, build)
 
 
 def _smollm2_gguf() -> tuple[Path, str]:
@@ -166,7 +166,7 @@ def _smollm2_gguf() -> tuple[Path, str]:
     return folder, gguf.name
 
 
-def _publish(target: Path, recipe: dict[str, Any], build: Callable[[Path], None]) -> Path:
+def publish(target: Path, recipe: dict[str, Any], build: Callable[[Path], None]) -> Path:
     """Run `build` on a scratch folder, mark it with `recipe`, and rename it to `target`."""
     marker = json.dumps(recipe, sort_keys=True)
     if _marker_of(target) == marker:

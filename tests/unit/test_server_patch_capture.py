@@ -183,9 +183,38 @@ def test_a_rank_without_a_tap_captures_and_drops() -> None:
 
 
 def test_a_tap_that_raises_does_not_reach_the_engine() -> None:
-    causal, _ = make_model(FakeTap(broken=True))
+    tap = FakeTap(broken=True)
+    causal, _ = make_model(tap)
     batch = make_batch(["xtr-a"])
     assert torch.equal(run(causal, batch), run(Causal(), batch))
+    assert tap.refused == ["the forward cannot be handed over: tap"]
+
+
+def test_a_batch_that_cannot_be_told_apart_runs_the_plain_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tap = FakeTap()
+    causal, _ = make_model(tap)
+    batch = make_batch(["xtr-a"])
+    batch.forward_mode = "EXTEND"  # a mode without a name
+    for _ in range(3):
+        assert torch.equal(run(causal, batch), run(Causal(), batch))
+    assert (tap.taken, tap.refused) == ([], [])
+    assert [record.message for record in caplog.records] == [
+        "hidden states: a batch cannot be told apart, nothing is captured"
+    ]
+
+
+def test_a_norm_of_another_kind_shows_nothing_and_harms_nobody() -> None:
+    class Odd(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return {"normed": x}
+
+    norm = Odd()
+    probe = NormProbe(norm)
+    probe.listen()
+    assert set(norm(torch.ones(2, H))) == {"normed"}
+    assert probe.take() is None
 
 
 def test_a_batch_that_cannot_be_read_is_refused() -> None:
@@ -194,7 +223,9 @@ def test_a_batch_that_cannot_be_read_is_refused() -> None:
     batch = make_batch(["xtr-a"])
     batch.extend_seq_lens_cpu = None
     run(causal, batch)
-    assert tap.refused == ["the batch cannot be read: SimpleNamespace.extend_seq_lens_cpu is None"]
+    assert tap.refused == [
+        "the forward cannot be handed over: SimpleNamespace.extend_seq_lens_cpu is None"
+    ]
 
 
 def test_a_forward_that_captured_nothing_is_refused() -> None:

@@ -144,6 +144,16 @@ def test_a_loaded_model_is_armed_and_ready(armed_environment: Path, tmp_path: Pa
     assert (armed_environment / "boot").stat().st_mode & 0o777 == 0o700
 
 
+def test_the_quantisation_of_the_models_own_config_is_told(
+    armed_environment: Path, tmp_path: Path
+) -> None:
+    """Without an argument the engine does what config.json asks for."""
+    runner = make_runner(tmp_path)
+    runner.model_config.quantization = "fp8"
+    assert engine.read_facts(runner).quantization == "fp8"
+    assert engine.read_facts(make_runner(tmp_path, quantization="awq")).quantization == "awq"
+
+
 def test_a_second_engine_of_the_same_tree_gets_a_directory_of_its_own(
     armed_environment: Path, tmp_path: Path
 ) -> None:
@@ -306,6 +316,14 @@ class TestBatch:
         assert forward_batch.rids == ["xtr-a", "b"]
         assert isinstance(forward_batch.rids, RequestIds)
         assert engine.read_batch(forward_batch).prompt_lens == [3, 9]
+
+    def test_prompt_lengths_of_a_strange_batch_harm_nobody(self) -> None:
+        class Strange:
+            @property
+            def forward_mode(self) -> Any:
+                raise RuntimeError("moved")
+
+        engine.note_prompt_lengths(Strange(), object, SimpleNamespace(reqs=[]))
 
     def test_prompt_lengths_are_not_needed(self) -> None:
         forward_batch = self.make()

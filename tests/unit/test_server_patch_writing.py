@@ -284,8 +284,9 @@ def test_a_copy_that_fails_gives_the_slot_back(tmp_path: Path) -> None:
     assert "RuntimeError: no copy" in rig.reasons()["xtr-4"]
 
 
-def test_a_full_file_system_becomes_an_error_record(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
+def test_a_file_that_does_not_fit_becomes_an_error_record(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     real = os.writev
     filled = threading.Event()
@@ -294,7 +295,7 @@ def test_a_full_file_system_becomes_an_error_record(
         if sum(len(part) for part in buffers) < 300:
             return real(descriptor, buffers)  # an error record
         if filled.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(number, os.strerror(number))
         filled.set()
         return real(descriptor, [buffers[0][:10]])
 
@@ -304,12 +305,29 @@ def test_a_full_file_system_becomes_an_error_record(
     pieces = [Piece(rid="xtr-0", start=0, begin=0, rows=9, counter=0)]
     report = scribe.write(Job(slot=1, slot_rows=9, pieces=pieces))
     assert (report.pieces, report.errors, report.errors_lost) == (0, 1, 0)
-    assert "No space left on device" in rig.reasons()["xtr-0"]
+    assert os.strerror(number) in rig.reasons()["xtr-0"]
     assert not list(rig.directory.glob(".tmp-*"))
     assert rig.names(is_error_name) == ["0000000000.error.json"]  # the dump's own number
     monkeypatch.undo()
     report = scribe.write(Job(slot=1, slot_rows=9, pieces=pieces))
     assert (report.pieces, report.rows, report.errors) == (1, 9, 0)
+
+
+def test_a_job_too_long_for_a_message_becomes_error_records(tmp_path: Path) -> None:
+    """A rid may have any length; a job that a socket refuses must not shift the next ones'
+    reports, and so give away slots that are still being read."""
+    rig = Rig(tmp_path, num_slots=2)
+    endless = "xtr-" + "x" * 600_000
+    for number in range(4):  # more forwards than slots
+        rig.tap.take(make_batch([3, 4], [endless, f"xtr-{number}"]), make_states(7))
+    rig.tap.take(make_batch([5], ["xtr-after"]), make_states(5))
+    rig.wait(dumps=1, errors=8)
+    ((header, tensors),) = rig.dumps()
+    assert header.rid == "xtr-after"
+    assert_rows(header, tensors, 0)
+    assert set(rig.reasons()) == {endless, *(f"xtr-{number}" for number in range(4))}
+    assert "handing over failed: OSError" in rig.reasons()[endless]
+    assert not any(writer.given for writer in rig.writers._writers)
 
 
 def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Path) -> None:

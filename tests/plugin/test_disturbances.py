@@ -1,0 +1,489 @@
+"""One server, disturbed in every way: what is dumped stays right, and nothing else is harmed.
+
+Decoding requests are retracted every third step and their prompts are computed again, decode rides
+in prefill batches, and chunks are small, whatever else a test does.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from helpers import make_prompts, read_samples, rows_of, write_prompts
+
+import extractor.exchange
+from extractor.collector import Collected
+from extractor.exchange import Exchange
+from extractor.plan import Request
+from extractor.retry import Failure
+from manifest.states import Reason, State
+from plugin.client import assert_stored, extract
+from plugin.conftest import EnginePlugin
+from plugin.reference import Reference
+from plugin.serving import Serving, read_dump, serve, wait_for
+from plugin.stand_ins.faults import POINTS, SLOW
+from plugin.values import assert_is, make_ids
+from prompts.types import Prompt
+from server_patch.dump_format import is_dump_name
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+
+BOUNDARIES = (2, 4, 5)
+CHUNK = 8  # tokens
+#: In chunks of 8: some 90 forwards, of 50 ms at least when they are slowed.
+LONG = 700
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def server(
+    faults: Path,
+    engine_plugin: EnginePlugin,
+    model_dir: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Serving]:
+    umask = os.umask(0o077)  # inherited by the server
+    try:
+        with serve(
+            model_dir("llama"),
+            tmp_path_factory.mktemp("dumps"),
+            boundaries="eagle3",
+            last="both",
+            args=(
+                "--chunked-prefill-size", str(CHUNK),
+                "--max-total-tokens", "4096",
+                "--enable-mixed-chunk",
+                "--sleep-on-idle",
+            ),
+            env={
+                **engine_plugin("faults"),
+                "RIG_FAULTS": str(faults),
+                "SGLANG_HS_FILE_MODE": "660",
+                "SGLANG_TEST_RETRACT": "1",
+                # Seconds after which the engine looks whether a silent caller is still there.
+                "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+            },
+        ) as running:  # fmt: skip
+            yield running
+    finally:
+        os.umask(umask)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Callable[[str], Path]) -> Reference:
+    return Reference(model_dir("llama"))
+
+
+@pytest.fixture(autouse=True)
+def clean(server: Serving) -> None:
+    """Each test begins with nothing dumped."""
+    clear(server)
+
+
+@contextmanager
+def present(path: Path) -> Iterator[None]:
+    """An empty file is there inside the block."""
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
+def assert_right(server: Serving, reference: Reference, rid: str, ids: list[int]) -> None:
+    """`ids`, sent as `rid`, come whole and right; its dumps are removed."""
+    server.generate(rid, ids)
+    assert_is(server.take_sample(rid, len(ids)), ids, BOUNDARIES, reference.states(ids))
+
+
+def rows_of_rid(server: Serving, rid: str) -> int:
+    return sum(dump.header.rows for _, dump in server.dumps() if dump.header.rid == rid)
+
+
+def clear(server: Serving) -> None:
+    """Remove all dumps and error records."""
+    for path, _ in server.dumps():
+        path.unlink()
+    for path in server.directory.glob("*.error.json"):
+        path.unlink()
+
+
+def post(server: Serving, path: str, body: dict[str, Any]) -> http.client.HTTPConnection:
+    """Send a request and do not wait for its answer."""
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    return connection
+
+
+def test_everything_has_the_mode_that_was_asked_for(server: Serving, faults: Path) -> None:
+    """660 under a umask of 077, as for a client of another user in the same group."""
+    with present(faults / "server_patch.staging.CpuStager.stage"):
+        server.generate("xtr-mode-error", make_ids(970, 20))
+    server.generate("xtr-mode", make_ids(970, 20))
+    wait_for(lambda: rows_of_rid(server, "xtr-mode") == 20 and server.errors())
+    kinds = ("READY.json", "STATS.json", "*.safetensors", "*.error.json")
+    wait_for(lambda: all(list(server.directory.glob(kind)) for kind in kinds))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in server.directory.iterdir()}
+    assert set(modes.values()) == {0o660}, modes
+    for directory in (server.directory, server.directory.parent):
+        assert directory.stat().st_mode & 0o777 == 0o770
+
+
+# --- what the engine does to requests -------------------------------------------------------------
+
+
+def test_rows_stay_right_while_others_are_retracted(server: Serving, reference: Reference) -> None:
+    """Foreign requests and a caller with our prefix decode and are retracted again and again. A
+    prompt that is computed twice is dumped twice, and the same."""
+    # Longer than all prefills together: while a prefill runs, decode rides in it, and nobody is
+    # retracted.
+    sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
+    foreign = {f"foreign-{i}": make_ids(800 + i, 9 + 4 * i) for i in range(4)}
+    ours = {f"xtr-r-{i}": make_ids(600 + i, 5 + 7 * i) for i in range(10)}
+    decoding = {f"xtr-d-{i}": make_ids(700 + i, 11 + 5 * i) for i in range(4)}
+    # Who came last has the least to lose, and is retracted.
+    requests: list[dict[str, Any]] = [
+        *({"rid": rid, "ids": ids, "sampling_params": sampling} for rid, ids in foreign.items()),
+        *({"rid": rid, "ids": ids} for rid, ids in ours.items()),
+        *({"rid": rid, "ids": ids, "sampling_params": sampling} for rid, ids in decoding.items()),
+    ]
+    answers = server.generate_all(requests)
+    retractions = {a["meta_info"]["id"]: a["meta_info"]["num_retractions"] for a in answers}
+    assert any(retractions[rid] for rid in decoding), retractions
+    assert not any(retractions[rid] for rid in ours)
+    for rid, ids in ours.items():
+        assert_is(server.take_sample(rid, len(ids)), ids, BOUNDARIES, reference.states(ids))
+    for rid, ids in decoding.items():
+        wait_for(lambda rid=rid, ids=ids: rows_of_rid(server, rid) >= len(ids))
+        truth = reference.states(ids)
+        covered = set()
+        for _, dump in server.dumps():
+            if dump.header.rid == rid:
+                rows = range(dump.header.start, dump.header.start + dump.header.rows)
+                covered.update(rows)
+                assert_is(dump.tensors, ids[rows.start : rows.stop], BOUNDARIES, truth.rows(rows))
+        assert covered == set(range(len(ids)))  # and no row past the prompt
+    assert server.errors() == []
+
+
+def test_an_abort_in_mid_prefill_leaves_a_part_and_the_next_attempt_is_whole(
+    server: Serving, faults: Path, reference: Reference
+) -> None:
+    ids = make_ids(900, LONG)
+    with present(faults / SLOW), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.generate, "xtr-aborted-1", ids)
+        wait_for(lambda: rows_of_rid(server, "xtr-aborted-1"))
+        with closing(post(server, "/abort_request", {"rid": "xtr-aborted-1"})) as connection:
+            connection.getresponse().read()
+        reason = answer.result()["meta_info"]["finish_reason"]
+    assert reason["type"] == "abort"
+    assert_right(server, reference, "xtr-aborted-2", ids)
+    assert 0 < rows_of_rid(server, "xtr-aborted-1") < LONG
+    assert server.errors() == []
+
+
+def test_a_caller_that_goes_away_in_mid_prefill_is_the_same(
+    server: Serving, faults: Path, reference: Reference
+) -> None:
+    ids = make_ids(901, LONG)
+    with present(faults / SLOW):
+        connection = post(
+            server,
+            "/generate",
+            {"rid": "xtr-left-1", "input_ids": ids, "extra_key": "xtr-left-1",
+             "sampling_params": {"max_new_tokens": 1}},
+        )  # fmt: skip
+        wait_for(lambda: rows_of_rid(server, "xtr-left-1"))
+        connection.close()
+        # One prompt is cut into chunks at a time: this one comes after the end of that.
+        server.generate("xtr-left-2", ids[:20])
+    wait_for(lambda: rows_of_rid(server, "xtr-left-2") == 20)
+    assert 0 < rows_of_rid(server, "xtr-left-1") < LONG
+    assert_right(server, reference, "xtr-left-3", ids)
+    assert server.errors() == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_any_number_of_new_tokens_gives_the_prompts_rows(
+    server: Serving, reference: Reference, count: int
+) -> None:
+    ids = make_ids(910 + count, 29)
+    rid = f"xtr-new-{count}"
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+    answer = server.generate(rid, ids, sampling_params=sampling)
+    # The engine samples one token from every prefill, whether it is asked for or not.
+    assert answer["meta_info"]["completion_tokens"] in (count, 1)
+    assert_is(server.take_sample(rid, 29), ids, BOUNDARIES, reference.states(ids))
+    assert list(server.dumps()) == []
+
+
+def test_a_reader_never_sees_a_file_that_is_not_whole(server: Serving) -> None:
+    """Whatever has a final name is read at once, while 12 prompts are being written."""
+    seen: dict[str, int] = {}
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            for path in server.directory.iterdir():
+                if is_dump_name(path.name) and path.name not in seen:
+                    dump = read_dump(path)  # raises unless the size is what the header says
+                    seen[path.name] = dump.header.rows
+                    assert {len(tensor) for tensor in dump.tensors.values()} == {dump.header.rows}
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        try:
+            ids = {f"xtr-w-{i}": make_ids(920 + i, 200) for i in range(12)}
+            server.generate_all([{"rid": rid, "ids": row} for rid, row in ids.items()])
+            wait_for(lambda: sum(seen.values()) >= 12 * 200 or watching.done())
+        finally:
+            done.set()
+        watching.result()
+    assert sum(seen.values()) == 12 * 200
+
+
+# --- the prefix cache and the real client ---------------------------------------------------------
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Reason]]:
+    """Attempts of the client that gave no sample: attempt number and reason."""
+    failed: list[tuple[int, Reason]] = []
+    fetch = Exchange.fetch
+
+    async def note(self: Exchange, prompt: Prompt, attempt: int) -> Collected:
+        outcome = await fetch(self, prompt, attempt)
+        if isinstance(outcome, Failure):
+            failed.append((attempt, outcome.reason))
+        return outcome
+
+    monkeypatch.setattr(Exchange, "fetch", note)
+    return failed
+
+
+def share_cache(monkeypatch: pytest.MonkeyPatch, *, attempts: int) -> None:
+    """Make the first `attempts` requests for a row go out without their isolation."""
+    body = Request.body
+
+    def shared(self: Request) -> dict[str, object]:
+        document = body(self)
+        is_probe = self.prompt.source == "probe"
+        if not is_probe and int(self.rid.rpartition("-")[2]) <= attempts:
+            del document["extra_key"]
+        return document
+
+    monkeypatch.setattr(Request, "body", shared)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.usefixtures("quick_retries")
+def test_a_prompt_from_the_prefix_cache_is_sent_again_and_never_stored(
+    server: Serving,
+    reference: Reference,
+    tmp_path: Path,
+    outcomes: list[tuple[int, Reason]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_told: bool,
+) -> None:
+    """First the server has seen the prompts' beginnings, under no key; then the client's first
+    attempts go out without one. `is_told`: the server says how many tokens came from its cache.
+    Without that the missing rows alone show it."""
+    prompts = make_prompts(6, seed=50 + is_told, shortest=20, longest=60, vocabulary=500)
+    for number, row in enumerate(prompts):
+        server.generate(f"foreign-{number}", row.ids[: 12 + number], extra_key=None)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    if not is_told:
+        monkeypatch.setattr(extractor.exchange, "check_reply", lambda *_, **__: None)
+    reason = Reason.CACHED if is_told else Reason.DUMP_MISSING
+    share_cache(monkeypatch, attempts=1)
+    options = {"dump_timeout_s": 60.0 if is_told else 2.0}
+    out = tmp_path / "given-up"
+    summary = extract(server, path, out, max_attempts=1, **options)
+    assert summary.totals.by_state[State.FAILED] == 6
+    assert {(row.state, row.reason) for row in rows_of(out)} == {(State.FAILED, reason)}
+    assert read_samples(out) == {}
+    outcomes.clear()
+    out = tmp_path / "again"
+    summary = extract(server, path, out, **options)
+    assert summary.totals.by_state[State.STORED] == 6
+    assert sorted(outcomes) == [(1, reason)] * 6
+    assert_stored(out, prompts, BOUNDARIES, reference)
+    assert list(server.dumps()) == []
+
+
+def test_isolated_requests_are_never_served_from_the_cache(
+    server: Serving, reference: Reference, tmp_path: Path, outcomes: list[tuple[int, Reason]]
+) -> None:
+    """The same prompts as the server has just computed, with and without a key."""
+    prompts = make_prompts(6, seed=60, shortest=10, longest=60, vocabulary=500)
+    for key in (None, "shared"):
+        for row in prompts:
+            server.generate("foreign", row.ids, extra_key=key)
+    path = write_prompts(tmp_path / "p.jsonl", [*prompts, *prompts])
+    extract(server, path, tmp_path / "out")
+    assert outcomes == []
+    assert_stored(tmp_path / "out", [*prompts, *prompts], BOUNDARIES, reference)
+
+
+# --- what fails in or around the plugin -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_exception_anywhere_leaves_the_server_serving(
+    server: Serving, faults: Path, reference: Reference, point: str
+) -> None:
+    ids = make_ids(930, 21)
+    plain = server.generate("foreign", ids)["output_ids"]
+    rids = [f"xtr-{point}-{number}" for number in range(6)]  # more than the ring has slots
+    with present(faults / point):
+        for rid in rids:
+            assert server.generate(rid, ids)["output_ids"] == plain
+        if point.endswith(".RequestIds"):  # only mixed chunks need it
+            wait_for(lambda: rows_of_rid(server, rids[-1]) == 21)
+        elif not point.endswith(".is_prefill"):  # then nobody knows whose forward it was
+            wait_for(lambda: {record.rid for record in server.errors()} == set(rids))
+            assert all(f"injected at {point}" in record.reason for record in server.errors())
+            assert list(server.dumps()) == []
+    for rid in rids:
+        assert_right(server, reference, f"{rid}-again", ids)
+
+
+def writer_processes(server: Serving) -> list[psutil.Process]:
+    """The plugin's processes of this server."""
+    scheduler = psutil.Process(server.readies()[0].pid)
+    return [child for child in scheduler.children() if "server_patch" in " ".join(child.cmdline())]
+
+
+@contextmanager
+def file_size_limit(process: psutil.Process, size_bytes: int) -> Iterator[None]:
+    """The kernel lets `process` write no longer files inside the block."""
+    before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, before)
+
+
+def test_a_dump_the_kernel_refuses_becomes_an_error_record(
+    server: Serving, reference: Reference
+) -> None:
+    (writer,) = writer_processes(server)
+    ids = make_ids(940, CHUNK)
+    with file_size_limit(writer, 4096):
+        assert len(server.generate("xtr-big", ids)["output_ids"]) == 1
+        wait_for(lambda: server.errors())
+    (record,) = server.errors()
+    assert (record.rid, record.start) == ("xtr-big", 0)
+    assert "File too large" in record.reason
+    wait_for(lambda: not list(server.directory.glob(".*")))
+    clear(server)
+    assert_right(server, reference, "xtr-fits", ids)
+
+
+@contextmanager
+def small_file_system(directory: Path, size_bytes: int) -> Iterator[None]:
+    """`directory` is a tmpfs of that size inside the block; skips the test where none may be."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=770", "tmpfs", directory]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"file systems cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        # Lazily: a writer may be in the middle of a file.
+        subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def num_lost(server: Serving) -> int:
+    """How often the server said that not even an error record could be written."""
+    return server.log_path.read_text().count("error records could not be written")
+
+
+def test_a_full_file_system_costs_what_does_not_fit(server: Serving, reference: Reference) -> None:
+    ids = make_ids(945, 5 * CHUNK)
+    before = num_lost(server)
+    with small_file_system(server.directory, 72 << 10):  # six dumps of 11 kB
+        for number in range(6):
+            assert len(server.generate(f"xtr-full-{number}", ids)["output_ids"]) == 1
+        wait_for(lambda: server.errors() or num_lost(server) > before)
+        assert {record.reason for record in server.errors()} <= {
+            "writing failed: OSError: [Errno 28] No space left on device"
+        }
+        assert 0 < len(list(server.dumps())) <= 6  # each of them whole, or reading it would raise
+        wait_for(lambda: not list(server.directory.glob(".*")))
+        # The client makes room by taking what is there.
+        clear(server)
+        assert_right(server, reference, "xtr-room", ids[: 3 * CHUNK])
+    assert_right(server, reference, "xtr-after", ids)
+
+
+@pytest.mark.parametrize("obstacle", ["removed", "no directory"])
+def test_a_dump_directory_that_cannot_be_written_costs_only_the_dumps(
+    server: Serving, reference: Reference, obstacle: str
+) -> None:
+    ids = make_ids(950, 40)
+    directory = server.directory
+    ready = (directory / "READY.json").read_bytes()
+    aside = directory.with_name("aside")
+    if obstacle == "removed":
+        shutil.rmtree(directory)
+    else:
+        directory.rename(aside)
+        directory.write_text("in the way\n")
+    before = num_lost(server)
+    for number in range(6):
+        assert len(server.generate(f"xtr-gone-{number}", ids)["output_ids"]) == 1
+    wait_for(lambda: num_lost(server) > before)
+    if obstacle == "removed":
+        directory.mkdir()
+        (directory / "READY.json").write_bytes(ready)
+    else:
+        directory.unlink()
+        aside.rename(directory)
+    assert_right(server, reference, f"xtr-back-{obstacle}", ids)
+
+
+def test_a_killed_writer_is_replaced(server: Serving, reference: Reference) -> None:
+    """What comes meanwhile is refused with the reason, as long as there is no other."""
+    (writer,) = writer_processes(server)
+    writer.kill()
+    wait_for(lambda: writer not in writer_processes(server))
+    ids = make_ids(960, 20)
+    for attempt in range(100):
+        rid = f"xtr-killed-{attempt}"
+        server.generate(rid, ids)
+        wait_for(
+            lambda rid=rid: (
+                rows_of_rid(server, rid) == 20
+                or any(record.rid == rid for record in server.errors())
+            )
+        )
+        if rows_of_rid(server, rid) == 20:
+            break
+    assert_is(server.take_sample(rid, 20), ids, BOUNDARIES, reference.states(ids))
+    reasons = {record.reason for record in server.errors()}
+    assert reasons <= {
+        "handing over failed: WriterError: no writer process is left",
+        "the writer process ended with status -9",
+    }
+    for number in range(6):  # more than the ring has slots
+        assert_right(server, reference, f"xtr-new-writer-{number}", ids)
