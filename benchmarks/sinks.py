@@ -48,7 +48,9 @@ class NullSink:
 
     def __enter__(self) -> NullSink:
         self._process.start()
-        self._up.wait()
+        while not self._up.wait(1.0):
+            if not self._process.is_alive():
+                raise RuntimeError(f"the sink ended with {self._process.exitcode}")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,7 +12,8 @@ as its header and those runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from functools import cached_property
+from typing import Final, NamedTuple
 
 from server_patch.dump_format import ITEM_BYTES, LAST_TENSORS, TENSOR_ORDER, LastKind
 
@@ -20,8 +21,7 @@ from server_patch.dump_format import ITEM_BYTES, LAST_TENSORS, TENSOR_ORDER, Las
 SLOT_ALIGNMENT: Final = 256
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
+class Section(NamedTuple):
     """One tensor's rows within a slot."""
 
     name: str
@@ -40,20 +40,25 @@ class Layout:
     dtype: str  # safetensors name of the states' dtype
     last_kind: LastKind
 
-    def _columns(self) -> list[tuple[str, str, int]]:
-        """(name, dtype, elements per row), in file order."""
+    @cached_property
+    def _columns(self) -> list[tuple[str, str, int, int]]:
+        """(name, dtype, elements per row, bytes per row), in file order."""
         widths = {"aux": (self.dtype, self.num_boundaries * self.hidden_size)}
         for name in LAST_TENSORS[self.last_kind]:
             widths[name] = (self.dtype, self.hidden_size)
         widths["input_ids"] = ("I32", 1)
-        return [(name, *widths[name]) for name in TENSOR_ORDER if name in widths]
+        return [
+            (name, dtype, width, width * ITEM_BYTES[dtype])
+            for name in TENSOR_ORDER
+            if name in widths
+            for dtype, width in [widths[name]]
+        ]
 
     def sections(self, rows: int) -> list[Section]:
         """Places of the tensors of `rows` rows, in file order."""
         sections = []
         offset = 0
-        for name, dtype, width in self._columns():
-            row_bytes = width * ITEM_BYTES[dtype]
+        for name, dtype, width, row_bytes in self._columns:
             sections.append(
                 Section(name=name, dtype=dtype, width=width, offset=offset, row_bytes=row_bytes)
             )
@@ -68,9 +73,9 @@ class Layout:
 
     @property
     def bytes_per_row(self) -> int:
-        return sum(width * ITEM_BYTES[dtype] for _, dtype, width in self._columns())
+        return sum(row_bytes for *_, row_bytes in self._columns)
 
     def rows_in(self, size_bytes: int) -> int:
         """Most rows that fit in `size_bytes`, 0 when not even one does."""
-        padding = (len(self._columns()) - 1) * SLOT_ALIGNMENT
+        padding = (len(self._columns) - 1) * SLOT_ALIGNMENT
         return max(0, (size_bytes - padding) // self.bytes_per_row)

@@ -1,6 +1,8 @@
 """What the scheduler process and its writer processes say to each other. Standard library only.
 
 One datagram is one message, as JSON. To a writer: a `Job`. Back, once for each job: a `Report`.
+What is made for every request of every forward is a tuple, which JSON takes as it is: the time it
+takes is the scheduler's.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from server_patch.layout import Layout
 
@@ -18,8 +20,7 @@ MAX_PIECES: Final = 64
 MAX_MESSAGE_BYTES: Final = 1 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(NamedTuple):
     """One dump to be written: rows of a slot."""
 
     rid: str
@@ -29,8 +30,7 @@ class Piece:
     counter: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failure(NamedTuple):
     """One error record to be written."""
 
     rid: str
@@ -39,8 +39,7 @@ class Failure:
     counter: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(NamedTuple):
     """Files to be written from one slot; `slot` is None when there are only failures."""
 
     slot: int | None
@@ -49,14 +48,7 @@ class Job:
     failures: Sequence[Failure] = ()
 
     def encode(self) -> bytes:
-        return json.dumps(
-            [
-                self.slot,
-                self.slot_rows,
-                [[p.rid, p.start, p.begin, p.rows, p.counter] for p in self.pieces],
-                [[f.rid, f.start, f.reason, f.counter] for f in self.failures],
-            ]
-        ).encode()
+        return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Job:
@@ -64,19 +56,12 @@ class Job:
         return cls(
             slot=slot,
             slot_rows=slot_rows,
-            pieces=[
-                Piece(rid=rid, start=start, begin=begin, rows=rows, counter=counter)
-                for rid, start, begin, rows, counter in pieces
-            ],
-            failures=[
-                Failure(rid=rid, start=start, reason=reason, counter=counter)
-                for rid, start, reason, counter in failures
-            ],
+            pieces=[Piece(*fields) for fields in pieces],
+            failures=[Failure(*fields) for fields in failures],
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(NamedTuple):
     """What became of one job. Added up in the scheduler's counters."""
 
     pieces: int = 0  # dumps written whole
@@ -87,11 +72,11 @@ class Report:
     write_seconds: float = 0.0
 
     def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Report:
-        return cls(**json.loads(data))
+        return cls(*json.loads(data))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,7 +62,7 @@ def plan_ring(
 
 
 class Slot:
-    """One part of the ring. Owned by whoever acquired it until its uses are all done."""
+    """One part of the ring. Owned by whoever took it until its uses are all done."""
 
     def __init__(self, tensor: torch.Tensor, index: int) -> None:
         self.tensor = tensor  # [slot_bytes] uint8, host
@@ -74,7 +73,7 @@ class Slot:
 
 
 class Ring:
-    """The slots, and the waiting for them."""
+    """The slots."""
 
     def __init__(self, plan: RingPlan, *, pinned: bool) -> None:
         """pinned: lock the memory for the GPU's copies. Raises RingError when that fails."""
@@ -93,7 +92,7 @@ class Ring:
             Slot(memory[index * size : (index + 1) * size], index)
             for index in reversed(range(plan.num_slots))
         ]
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
         self._peak_slots = 0
 
     @property
@@ -101,18 +100,14 @@ class Ring:
         """Most memory that was in use at a time."""
         return self._peak_slots * self.plan.slot_bytes
 
-    def acquire(self) -> tuple[Slot, float]:
-        """A free slot and the seconds waited for it. Blocks as long as it takes."""
-        with self._condition:
-            waited = 0.0
+    def take(self) -> Slot | None:
+        """A free slot, if there is one."""
+        with self._lock:
             if not self._free:
-                begun = time.perf_counter()
-                while not self._free:
-                    self._condition.wait()
-                waited = time.perf_counter() - begun
+                return None
             slot = self._free.pop()
             self._peak_slots = max(self._peak_slots, self.plan.num_slots - len(self._free))
-            return slot, waited
+            return slot
 
     def hold(self, slot: Slot, uses: int) -> None:
         """Say how many `release` calls will give the slot back."""
@@ -120,12 +115,11 @@ class Ring:
 
     def release(self, slot: Slot) -> None:
         """One use of the slot is over."""
-        with self._condition:
+        with self._lock:
             slot.uses -= 1
             if slot.uses <= 0:
                 slot.source = None
                 self._free.append(slot)
-                self._condition.notify()
 
 
 def _pin(memory: torch.Tensor) -> None:

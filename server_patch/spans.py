@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class SpanError(ValueError):
     """The batch contradicts itself, so no row can be given to a request with certainty."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """Consecutive rows of one forward that belong to one request."""
 
     rid: str
@@ -86,6 +85,8 @@ def split_spans(spans: Sequence[Span], *, max_rows: int) -> list[list[Span]]:
 
     A span longer than that is cut; its parts keep their positions, so they tile the whole.
     """
+    if spans and spans[-1].end - spans[0].begin <= max_rows:
+        return [list(spans)]
     groups: list[list[Span]] = []
     group: list[Span] = []
     for span in spans:

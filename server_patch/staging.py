@@ -8,9 +8,8 @@ forward) cannot reach it; the copy to the host then runs on a stream of its own.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,11 +22,6 @@ TORCH_DTYPES = {
     "F32": torch.float32,
     "I32": torch.int32,
 }
-
-#: The copy to the host is made in parts of this size, of which at most two are under way: the
-#: engine's own small copies to the host (the sampled tokens) queue behind them, and behind a whole
-#: forward's states they would wait for milliseconds.
-COPY_BYTES: Final = 16 << 20
 
 
 class StagingError(RuntimeError):
@@ -73,10 +67,7 @@ def gather(states: States, layout: Layout, flat: torch.Tensor, *, begin: int, en
         part = flat[section.offset : section.offset + rows * section.row_bytes]
         target = part.view(TORCH_DTYPES[section.dtype]).view(rows, section.width)
         if section.name == "aux" and not isinstance(states.aux, torch.Tensor):
-            hidden = layout.hidden_size
-            for index, tensor in enumerate(states.aux):
-                column = target[:, index * hidden : (index + 1) * hidden]
-                column.copy_(tensor[begin:end])
+            torch.cat([tensor[begin:end] for tensor in states.aux], dim=1, out=target)
         elif section.name == "input_ids":
             target.copy_(states.input_ids[begin:end].unsqueeze(1))
         else:
@@ -134,21 +125,13 @@ class CudaStager:
 
     def wait(self, slot: Slot) -> None:
         packed, gathered = slot.source
-        self._copy_stream.wait_event(gathered)
-        under_way: deque[torch.cuda.Event] = deque()
-        for part, source in zip(
-            slot.tensor[: packed.nbytes].split(COPY_BYTES), packed.split(COPY_BYTES), strict=True
-        ):
-            with torch.cuda.stream(self._copy_stream):
-                part.copy_(source, non_blocking=True)
-                # Blocking: the waiting thread sleeps instead of spinning on a core.
-                copied = torch.cuda.Event(blocking=True)
-                copied.record(self._copy_stream)
-            under_way.append(copied)
-            if len(under_way) == 2:
-                under_way.popleft().synchronize()
-        while under_way:
-            under_way.popleft().synchronize()
+        with torch.cuda.stream(self._copy_stream):
+            self._copy_stream.wait_event(gathered)
+            slot.tensor[: packed.nbytes].copy_(packed, non_blocking=True)
+            # Blocking: the waiting thread sleeps instead of spinning on a core.
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(self._copy_stream)
+        copied.synchronize()
         # Only now may the allocator hand the memory out again.
         slot.source = None
 

@@ -10,11 +10,12 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from server_patch.engine import Batch
 from server_patch.layout import Layout
 from server_patch.messages import Failure, Piece
-from server_patch.ring import Ring
+from server_patch.ring import Ring, Slot
 from server_patch.scribe import describe
 from server_patch.spans import Span, is_ours, plan_spans, split_spans
 from server_patch.staging import Stager, States
@@ -22,6 +23,9 @@ from server_patch.stats import Stats
 from server_patch.writer import WriterPool
 
 logger = logging.getLogger(__name__)
+
+#: A slot can also come free without a report, when its copy fails.
+_LOOK_S: Final = 0.05
 
 
 class Tap:
@@ -102,7 +106,7 @@ class Tap:
     def _queue_group(self, group: Sequence[Span], states: States) -> float:
         """Stage the rows of `group` in one slot and queue its pieces; seconds waited."""
         begin, end = group[0].begin, group[-1].end
-        slot, waited = self._ring.acquire()
+        slot, waited = self._take_slot()
         try:
             self._stager.stage(states, self._layout, slot, begin=begin, end=end)
         except BaseException:
@@ -121,6 +125,17 @@ class Tap:
         ]
         self._writers.submit(slot, slot_rows=end - begin, pieces=pieces)
         return waited
+
+    def _take_slot(self) -> tuple[Slot, float]:
+        """A free slot and the seconds waited for it. Blocks as long as it takes."""
+        slot = self._ring.take()
+        if slot is not None:
+            return slot, 0.0
+        begun = time.perf_counter()
+        while slot is None:
+            self._writers.take_reports(timeout_s=_LOOK_S)
+            slot = self._ring.take()
+        return slot, time.perf_counter() - begun
 
     def _ours(self, rids: Sequence[str]) -> list[str]:
         return [rid for rid in rids if is_ours(rid, self._rid_prefix)]

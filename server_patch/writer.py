@@ -1,7 +1,7 @@
 """The scheduler's side of the writer processes: hands them jobs and takes their reports.
 
-Two threads, which do little and wait much: one waits for each slot's copy and sends its jobs, one
-takes reports, gives slots back and shows the counters. A writer process that dies is replaced, and
+One thread, which does little and waits much: for each slot's copy, and then to send its jobs. The
+reports are taken when somebody needs what they say. A writer process that dies is replaced, and
 what it had been given becomes error records.
 """
 
@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S: Final = 1.0
 _START_TIMEOUT_S: Final = 60.0
+#: What one writer writes in a few milliseconds.
+_PART_BYTES: Final = 8 << 20
 #: Isolated and without site: a writer needs the standard library and this package, nothing else.
 _SCRIBE: Final = "import sys; sys.path.insert(0, sys.argv.pop(1)); " + (
     "from server_patch.scribe import main; main()"
@@ -71,6 +73,7 @@ class WriterPool:
         directory: Path,
         file_mode: int,
         num_writers: int,
+        bytes_per_row: int,
         ring: Ring,
         stager: Stager,
         stats: Stats,
@@ -81,6 +84,7 @@ class WriterPool:
         self._directory = directory
         self._file_mode = file_mode
         self._num_writers = num_writers
+        self._bytes_per_row = bytes_per_row
         self._ring = ring
         self._stager = stager
         self._stats = stats
@@ -88,14 +92,15 @@ class WriterPool:
         self._queue: queue.SimpleQueue[tuple[Slot | None, Job]] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()  # guards the list of writers and what each was given
+        self._taking = threading.Lock()  # held by the thread that takes reports
         self._writers: list[_Writer] = []
+        self._num_to_start = 0
         self._shown = (0, -_STATS_INTERVAL_S)  # version of the counters, clock
 
     def start(self) -> None:
-        """Start processes and threads. Raises WriterError when one does not come up."""
+        """Start processes and thread. Raises WriterError when one does not come up."""
         self._writers = [self._spawn() for _ in range(self._num_writers)]
-        for name, run in (("sender", self._send_jobs), ("receiver", self._take_reports)):
-            threading.Thread(target=run, name=f"hidden-states-{name}", daemon=True).start()
+        threading.Thread(target=self._run, name="hidden-states", daemon=True).start()
 
     def submit(self, slot: Slot, *, slot_rows: int, pieces: Sequence[Piece]) -> None:
         """Queue the dumps of one filled slot. Never blocks: the ring bounds them."""
@@ -115,16 +120,31 @@ class WriterPool:
 
     # --- sending -----------------------------------------------------------------------------
 
-    def _send_jobs(self) -> None:
+    def _run(self) -> None:
+        """The thread: one wake-up a forward, for each takes the interpreter from the scheduler."""
         with suppress(Exception):
             self._stager.enter_thread()
         while True:
-            slot, job = self._queue.get()
-            for part in self._parts(slot, job):
+            try:
+                slot, job = self._queue.get(timeout=_STATS_INTERVAL_S)
+            except queue.Empty:
+                self._keep_house()
+                continue
+            parts = self._parts(slot, job)
+            self._keep_house()  # before sending, to know who has least to do
+            for part in parts:
                 try:
                     self._send(slot, part)
                 except Exception as error:
                     self._give_up(slot, part, describe(error, doing="handing over"))
+
+    def _keep_house(self) -> None:
+        try:
+            self.take_reports(timeout_s=0)
+            self._replace_dead()
+            self._show_stats()
+        except Exception:
+            logger.exception("hidden states: the writers' keeper met an unexpected error")
 
     def _parts(self, slot: Slot | None, job: Job) -> list[Job]:
         """`job`, once its slot is filled, in parts that fit a message and can be written side by
@@ -134,7 +154,7 @@ class WriterPool:
             if slot is not None:
                 self._stager.wait(slot)
             doing = "handing over"
-            parts = _split(job, num_parts=self._num_writers)
+            parts = _split(job, num_parts=self._num_parts(job))
         except Exception as error:
             failures = _as_failures(job, describe(error, doing=doing))
             self._stats.add(errors=len(failures))
@@ -142,6 +162,11 @@ class WriterPool:
         if slot is not None:
             self._ring.hold(slot, len(parts))
         return parts
+
+    def _num_parts(self, job: Job) -> int:
+        """As many as there are writers, unless that makes them small: a message costs too."""
+        wanted = job.slot_rows * self._bytes_per_row // _PART_BYTES
+        return max(1, min(self._num_writers, wanted))
 
     def _send(self, slot: Slot | None, job: Job) -> None:
         """Give `job` to a writer, or raise and leave it to the caller."""
@@ -155,7 +180,7 @@ class WriterPool:
         try:
             writer.socket.send(data)
         except ConnectionError:
-            return  # it has died and taken the job with it: the receiver sees to that
+            return  # it has died and taken the job with it: its end will be read
         except OSError:  # it lives and never got the job: a message can be too long for a socket
             with self._lock:
                 if writer not in self._writers:
@@ -165,14 +190,19 @@ class WriterPool:
 
     # --- receiving ---------------------------------------------------------------------------
 
-    def _take_reports(self) -> None:
-        while True:
-            try:
-                for key, _ in self._selector.select(timeout=_STATS_INTERVAL_S):
-                    self._take_report(key.data)
-                self._show_stats()
-            except Exception:
-                logger.exception("hidden states: the receiver met an unexpected error")
+    def take_reports(self, *, timeout_s: float) -> None:
+        """Take in what the writers have reported, and give their slots back.
+
+        Waits up to `timeout_s` for a first report. Any thread may call: the one that needs a slot
+        need not wait for another to run. Returns at once when another thread is at it.
+        """
+        if not self._taking.acquire(timeout=timeout_s):
+            return
+        try:
+            for key, _ in self._selector.select(timeout=timeout_s):
+                self._take_report(key.data)
+        finally:
+            self._taking.release()
 
     def _take_report(self, writer: _Writer) -> None:
         try:
@@ -188,11 +218,11 @@ class WriterPool:
             slot, _ = writer.given.popleft()
         if slot is not None:
             self._ring.release(slot)
-        self._stats.add(**asdict(report))
+        self._stats.add(**report._asdict())
         self._tell_lost(report.errors_lost)
 
     def _bury(self, writer: _Writer) -> None:
-        """A writer process is gone: record its jobs as failed, and start another in its place."""
+        """A writer process is gone: record its jobs as failed; another will take its place."""
         self._selector.unregister(writer.socket)
         writer.socket.close()
         status = writer.process.wait()
@@ -205,7 +235,11 @@ class WriterPool:
         for slot, job in writer.given:
             self._give_up(slot, job, f"the writer process ended with status {status}")
         # One that never did any work would only die again.
-        if was_ours and writer.num_reports:
+        self._num_to_start += was_ours and writer.num_reports > 0
+
+    def _replace_dead(self) -> None:
+        while self._num_to_start:
+            self._num_to_start -= 1
             with suppress(WriterError):
                 successor = self._spawn()
                 with self._lock:

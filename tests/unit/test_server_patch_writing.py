@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +119,7 @@ class Rig:
             directory=directory,
             file_mode=0o640,
             num_writers=2,
+            bytes_per_row=LAYOUT.bytes_per_row,
             ring=self.ring,
             stager=stager,
             stats=self.stats,
@@ -327,7 +327,10 @@ def test_a_job_too_long_for_a_message_becomes_error_records(tmp_path: Path) -> N
     assert_rows(header, tensors, 0)
     assert set(rig.reasons()) == {endless, *(f"xtr-{number}" for number in range(4))}
     assert "handing over failed: OSError" in rig.reasons()[endless]
-    assert not any(writer.given for writer in rig.writers._writers)
+    until = time.monotonic() + 10
+    while any(writer.given for writer in rig.writers._writers):  # each job has its own report
+        assert time.monotonic() < until
+        rig.writers.take_reports(timeout_s=0.1)
 
 
 def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Path) -> None:
@@ -368,7 +371,7 @@ def test_a_job_is_spread_over_the_writers_and_fits_a_message() -> None:
     assert [piece for part in parts for piece in part.pieces] == pieces
     assert all(len(part.pieces) <= MAX_PIECES and part.slot == 3 for part in parts)
     assert all(len(part.encode()) < MAX_MESSAGE_BYTES for part in parts)
-    assert all(Job.decode(part.encode()) == replace(part, pieces=list(part.pieces), failures=[])
+    assert all(Job.decode(part.encode()) == part._replace(pieces=list(part.pieces), failures=[])
                for part in parts)  # fmt: skip
     assert len(_split(Job(slot=0, slot_rows=9, pieces=pieces[:1]), num_parts=4)) == 1
 
