@@ -1,0 +1,181 @@
+"""The client alone, from HTTP to sealed shards, against `cp` of the same bytes to the same place.
+
+    python -m benchmarks.client_pipeline --out DIR         # 64 prompts of 2,048 tokens, 32 MB each
+    python -m benchmarks.client_pipeline --out DIR --prompts 20000 --prompt-tokens 64 \
+        --hidden-size 64                                   # what a sample costs by itself
+
+A generator (generator.py) publishes dumps as fast as it can. Rounds of the two are interleaved;
+`cp` copies from /dev/shm and is timed until the disk has it (`sync -f`), the client from its first
+prompt to its last sealed shard, which is as durable. Printed: the ratio round by round, bytes and
+samples a second, and per core second that the client itself used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.generator import VOCAB_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientRound:
+    """One `extractor run`."""
+
+    seconds: float  # from the first prompt to the last sealed shard
+    core_s: float  # processor time of the whole command
+    peak_rss_bytes: int
+    stored_bytes: int
+    samples: int
+
+
+def write_prompts(path: Path, *, count: int, num_tokens: int) -> None:
+    """Rows of random ids; few distinct ones, so that writing them takes no time."""
+    generator = np.random.default_rng(0)
+    lines = [
+        json.dumps({"input_ids": generator.integers(3, VOCAB_SIZE, num_tokens).tolist()}) + "\n"
+        for _ in range(min(count, 100))
+    ]
+    with open(path, "w") as file:
+        for number in range(count):
+            file.write(lines[number % len(lines)])
+
+
+@contextmanager
+def generator(dump_root: Path, options: argparse.Namespace) -> Iterator[str]:
+    """Run one; its URL."""
+    command = [
+        sys.executable, "-m", "benchmarks.generator", "--dump-root", str(dump_root),
+        "--hidden-size", str(options.hidden_size), "--num-boundaries", str(options.num_boundaries),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run_client(
+    url: str, prompts: Path, out: Path, dump_root: Path, extra: list[str]
+) -> ClientRound:
+    command = [
+        sys.executable, "-m", "extractor", "run", str(prompts), "--out", str(out), "--server", url,
+        "--tokenizer", "none", "--dump-dir", str(dump_root), "--json", *extra,
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"extractor run ended with {process.returncode}: {output!r}")
+    session: dict[str, Any] = json.loads(output)["session"]
+    return ClientRound(
+        seconds=session["seconds"],
+        core_s=usage.ru_utime + usage.ru_stime,
+        peak_rss_bytes=usage.ru_maxrss * 1024,
+        stored_bytes=sum(path.stat().st_size for path in (out / "shards").iterdir()),
+        samples=session["stored"],
+    )
+
+
+def run_cp(source: Path, target: Path) -> float:
+    """Seconds to copy `source`, a directory, and have it on the disk."""
+    begun = time.perf_counter()
+    subprocess.run(["cp", "-r", source, target], check=True)
+    subprocess.run(["sync", "-f", target], check=True)
+    return time.perf_counter() - begun
+
+
+def make_source(directory: Path, *, total_bytes: int) -> None:
+    """Files of 64 MiB with `total_bytes` in all."""
+    directory.mkdir()
+    block = np.random.default_rng(0).bytes(64 << 20)
+    for number, begin in enumerate(range(0, total_bytes, len(block))):
+        (directory / f"{number}").write_bytes(block[: total_bytes - begin])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="a directory on the disk measured")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--num-boundaries", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="where the figures go too")
+    parser.add_argument("client", nargs="*", help="options of `extractor run`, after --")
+    options = parser.parse_args()
+    row_bytes = 2 * options.hidden_size * (options.num_boundaries + 1)
+    total_bytes = options.prompts * options.prompt_tokens * row_bytes
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    work = Path(tempfile.mkdtemp(prefix="client-pipeline-", dir="/dev/shm"))
+    target = Path(tempfile.mkdtemp(prefix="client-pipeline-", dir=options.out))
+    copied: list[float] = []
+    ran: list[ClientRound] = []
+    try:
+        write_prompts(
+            work / "prompts.jsonl", count=options.prompts, num_tokens=options.prompt_tokens
+        )
+        make_source(work / "source", total_bytes=total_bytes)
+        with generator(work / "dumps", options) as url:
+            for number in range(options.rounds):
+                for name in ("cp", "client") if number % 2 == 0 else ("client", "cp"):
+                    if name == "cp":
+                        copied.append(run_cp(work / "source", target / "cp"))
+                    else:
+                        ran.append(
+                            run_client(
+                                url,
+                                work / "prompts.jsonl",
+                                target / "run",
+                                work / "dumps",
+                                options.client,
+                            )
+                        )
+                    shutil.rmtree(target / ("cp" if name == "cp" else "run"))
+                show(number, copied[-1], ran[-1], total_bytes)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
+    ratios = [cp / client.seconds for cp, client in zip(copied, ran, strict=True)]
+    core_s = statistics.median(client.core_s for client in ran)
+    print(
+        f"ratio to cp {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), "
+        f"{statistics.median(client.samples / client.seconds for client in ran):,.0f} samples/s, "
+        f"{total_bytes / core_s / 1e9:.2f} GB per core second, "
+        f"{max(client.peak_rss_bytes for client in ran) / 1e6:,.0f} MB resident at most"
+    )
+    if options.json:
+        options.json.write_text(
+            json.dumps({"cp_s": copied, "client": [asdict(client) for client in ran]}, indent=1)
+        )
+
+
+def show(number: int, cp_s: float, client: ClientRound, total_bytes: int) -> None:
+    print(
+        f"round {number}: cp {total_bytes / cp_s / 1e9:.2f} GB/s, "
+        f"client {total_bytes / client.seconds / 1e9:.2f} GB/s, {client.core_s:.1f} core s",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

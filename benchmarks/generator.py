@@ -1,0 +1,96 @@
+"""A server that computes nothing: publishes real dumps as fast as /dev/shm takes them.
+
+    python -m benchmarks.generator --dump-root /dev/shm/x --port 30000 --hidden-size 2048
+
+For measuring the client alone. Headers, ids and counters are those of a real server; the states are
+the same finite numbers in every dump, for computing them would cost more than writing them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from extractor.config import Layout
+from extractor.testing import FakeModel, FakeServer, Fault
+from server_patch.dump_format import DumpHeader, dump_name, encode_header
+from server_patch.files import write_whole
+
+VOCAB_SIZE = 32_000
+CONTEXT_LENGTH = 131_072
+
+
+class Generator(FakeServer):
+    """A fake server whose dumps cost their bytes and no more."""
+
+    def __init__(self, dump_root: Path, *, layout: Layout) -> None:
+        super().__init__(
+            dump_root,
+            model=FakeModel(layout=layout, vocab_size=VOCAB_SIZE, context_length=CONTEXT_LENGTH),
+        )
+        self._states = memoryview(b"")
+
+    def dump(self, rid: str, ids: npt.NDArray[np.int32], fault: Fault | None = None) -> None:
+        """One piece, written as the plugin's writers do."""
+        layout = self.model.layout
+        counter = next(self._counter)
+        header = DumpHeader(
+            rid=rid,
+            start=0,
+            rows=len(ids),
+            boundaries=layout.boundaries,
+            hidden_size=layout.hidden_size,
+            dtype=layout.dtype,
+            last_kind="post",
+            boot_id=self.boot_id,
+            rank=0,
+            counter=counter,
+        )
+        row_bytes = 2 * sum(layout.state_width(name) for name in layout.state_names)
+        size = len(ids) * row_bytes
+        if len(self._states) < size:
+            # Finite bfloat16 of both signs; what they are makes no difference to anyone.
+            bits = np.random.default_rng(0).integers(0x3C00, 0x4000, size // 2, dtype=np.uint16)
+            self._states = memoryview(bits.tobytes())
+        write_whole(
+            self.directory,
+            dump_name(counter),
+            [encode_header(header), self._states[:size], ids.astype("<i4").tobytes()],
+            mode=0o600,
+        )
+
+
+async def serve(options: argparse.Namespace) -> None:
+    layout = Layout(
+        boundaries=tuple(range(1, options.num_boundaries + 1)),
+        hidden_size=options.hidden_size,
+        dtype="BF16",
+        last_kind="post",
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    server = Generator(options.dump_root, layout=layout)
+    async with server.running(port=options.port):
+        print(server.url, flush=True)
+        await stop.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--dump-root", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--num-boundaries", type=int, default=3)
+    os.umask(0o077)
+    asyncio.run(serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
