@@ -9,16 +9,19 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
 import pytest
+from rig.env import RIG_PLUGINS
 
+from plugin.forwards import Forward, forwards_of
 from plugin.reference import Reference
 from plugin.serving import Serving, serve
 
-#: Name of a module of `stand_ins` -> environment of a server that has it as a plugin.
-EnginePlugin = Callable[[str], dict[str, str]]
+#: Names of modules of `stand_ins` -> environment of a server that has them as plugins.
+EnginePlugins = Callable[..., dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Case:
     chunk: int  # tokens
     args: tuple[str, ...] = ()  # of the server, besides the chunk size
     num_writers: int = 1
-    stand_in: str | None = None  # module of `stand_ins` that lets this run without a GPU
+    stand_ins: tuple[str, ...] = ()  # modules of `stand_ins` that the server gets as plugins
     quantization: str | None = None
 
 
@@ -54,7 +57,7 @@ CASES = {
         chunk=32,
         args=("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         num_writers=2,
-        stand_in="cpu_dp_attention",
+        stand_ins=("cpu_dp_attention", "collectives"),
     ),
     # The text model is two classes deep, embeds its own tokens, and is DeepSeek's.
     "kimi-k25": Case(
@@ -62,14 +65,14 @@ CASES = {
         boundaries="1,2,3",
         resolved=(1, 2, 3),
         chunk=7,
-        stand_in="cpu_multimodal",
+        stand_ins=("cpu_multimodal",),
     ),
     "llama-int8": Case(
         model="llama-int8",
         boundaries="eagle3",
         resolved=(2, 4, 5),
         chunk=-1,
-        stand_in="cpu_int8",
+        stand_ins=("cpu_int8",),
         quantization="w8a8_int8",
     ),
     # Replicas with schedulers, writers and directories of their own.
@@ -116,17 +119,20 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="session")
-def engine_plugin(tmp_path_factory: pytest.TempPathFactory) -> EnginePlugin:
-    """Makes a module of `stand_ins` an SGLang plugin of the servers that get this environment."""
+def engine_plugins(tmp_path_factory: pytest.TempPathFactory) -> EnginePlugins:
+    """Makes modules of `stand_ins` SGLang plugins of the servers that get this environment."""
 
-    def make(name: str) -> dict[str, str]:
+    def make(*names: str) -> dict[str, str]:
         site = tmp_path_factory.mktemp("site")
-        metadata = site / f"{name}-0.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-        (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:hooks\n")
-        source = Path(__file__).parent / "stand_ins" / f"{name}.py"
-        (site / source.name).write_text(source.read_text())
+        for name in names:
+            metadata = site / f"{name}-0.dist-info"
+            metadata.mkdir()
+            (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+            (metadata / "entry_points.txt").write_text(
+                f"[sglang.srt.plugins]\n{name} = {name}:hooks\n"
+            )
+            source = Path(__file__).parent / "stand_ins" / f"{name}.py"
+            (site / source.name).write_text(source.read_text())
         path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {"PYTHONPATH": os.pathsep.join(path)}
 
@@ -142,26 +148,55 @@ def bind_ranks(count: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def serving(
+def start(
     case: Case,
-    engine_plugin: EnginePlugin,
+    engine_plugins: EnginePlugins,
     model_dir: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[bool], AbstractContextManager[Serving]]:
+    """Starts a server of the case, with our plugin or without."""
+
+    def make(plugin: bool) -> AbstractContextManager[Serving]:
+        root = tmp_path_factory.mktemp("dumps")
+        env = {"RIG_COLLECTIVES": str(root.with_suffix(".collectives"))}
+        Path(env["RIG_COLLECTIVES"]).mkdir()
+        if {"--tp-size", "--dp-size"} & set(case.args):
+            env.update(bind_ranks(2))
+        if case.stand_ins:
+            env.update(engine_plugins(*case.stand_ins))
+        if not plugin:
+            env["SGLANG_PLUGINS"] = ",".join([RIG_PLUGINS, *case.stand_ins])
+        return serve(
+            model_dir(case.model),
+            root,
+            boundaries=case.boundaries,
+            last="both",
+            args=("--chunked-prefill-size", str(case.chunk), *case.args),
+            env=env,
+            plugin=plugin,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain_forwards(
+    case: Case, start: Callable[[bool], AbstractContextManager[Serving]]
+) -> set[Forward] | None:
+    """What a server of the case without our plugin does; None where nothing notes it."""
+    if "collectives" not in case.stand_ins:
+        return None
+    with start(False) as plain:
+        return forwards_of(plain)
+
+
+@pytest.fixture(scope="module")
+def serving(
+    start: Callable[[bool], AbstractContextManager[Serving]],
+    plain_forwards: set[Forward] | None,  # before: two servers would fight for the cores
 ) -> Iterator[Serving]:
     """The running server of the case."""
-    env = {}
-    if {"--tp-size", "--dp-size"} & set(case.args):
-        env.update(bind_ranks(2))
-    if case.stand_in is not None:
-        env.update(engine_plugin(case.stand_in))
-    with serve(
-        model_dir(case.model),
-        tmp_path_factory.mktemp("dumps"),
-        boundaries=case.boundaries,
-        last="both",
-        args=("--chunked-prefill-size", str(case.chunk), *case.args),
-        env=env,
-    ) as server:
+    with start(True) as server:
         yield server
 
 

@@ -154,8 +154,9 @@ def serve(
     args: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     plugin: bool = True,
+    log_path: Path | None = None,
 ) -> Iterator[Serving]:
-    """Start a server that dumps under `dump_root`."""
+    """Start a server that dumps under `dump_root`; its log is beside that by default."""
     settings = {
         "SGLANG_HS_BOUNDARIES": boundaries,
         "SGLANG_HS_LAST": last,
@@ -170,6 +171,6 @@ def serve(
         extra_args=args,
         env=settings,
         plugin=plugin,
-        log_path=dump_root.with_suffix(".log"),
+        log_path=log_path or dump_root.with_suffix(".log"),
     ) as server:
         yield Serving(url=server.url, log_path=server.log_path, root=dump_root)

@@ -31,7 +31,7 @@ from extractor.plan import Request
 from extractor.retry import Failure
 from manifest.states import Reason, State
 from plugin.client import assert_stored, extract
-from plugin.conftest import EnginePlugin
+from plugin.conftest import EnginePlugins
 from plugin.reference import Reference
 from plugin.serving import Serving, read_dump, serve, wait_for
 from plugin.stand_ins.faults import POINTS, SLOW
@@ -55,7 +55,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(
     faults: Path,
-    engine_plugin: EnginePlugin,
+    engine_plugins: EnginePlugins,
     model_dir: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
@@ -73,7 +73,7 @@ def server(
                 "--sleep-on-idle",
             ),
             env={
-                **engine_plugin("faults"),
+                **engine_plugins("faults"),
                 "RIG_FAULTS": str(faults),
                 "SGLANG_HS_FILE_MODE": "660",
                 "SGLANG_TEST_RETRACT": "1",

@@ -11,6 +11,7 @@ from helpers import make_prompts, write_prompts
 from manifest.states import State
 from plugin.client import assert_stored, extract
 from plugin.conftest import Case
+from plugin.forwards import Forward, forwards_of
 from plugin.reference import Reference, relative_error
 from plugin.serving import Serving
 from plugin.values import assert_is, boundary_of, make_ids
@@ -105,3 +106,17 @@ def test_the_client_stores_them(
     assert summary.totals.by_state[State.STORED] == len(prompts)
     assert_stored(tmp_path / "out", prompts, case.resolved, reference)
     assert list(serving.dumps()) == []
+
+
+def test_no_collective_operation_is_added(
+    case: Case, plain_forwards: set[Forward] | None, serving: Serving
+) -> None:
+    """Every forward of every rank calls the same operations as often as on a plain server. One
+    that only some ranks called would hang them all."""
+    if plain_forwards is None:
+        pytest.skip("one server whose ranks share a forward is enough")
+    assert any(forward.operations for forward in plain_forwards)
+    assert {forward.mode for forward in plain_forwards} >= {"EXTEND", "DECODE"}
+    assert forwards_of(serving) == plain_forwards
+    for path, _ in serving.dumps():
+        path.unlink()
