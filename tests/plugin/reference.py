@@ -49,6 +49,11 @@ class Reference:
             lambda _module, inputs: self._pre.append(inputs[0])
         )
 
+    def next_token(self, last: np.ndarray) -> int:
+        """What the model says after a row [H] of the last state, post norm."""
+        with self._torch.no_grad():
+            return int(self._model.lm_head(self._torch.tensor(last)).argmax())
+
     def states(self, ids: Sequence[int]) -> Truth:
         self._pre.clear()
         with self._torch.no_grad():

@@ -6,6 +6,7 @@ in prefill batches, and chunks are small, whatever else a test does.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -25,10 +26,12 @@ import pytest
 from helpers import make_prompts, read_samples, rows_of, write_prompts
 
 import extractor.exchange
+from extractor.client import Client
 from extractor.collector import Collected
 from extractor.exchange import Exchange
 from extractor.plan import Request
 from extractor.retry import Failure
+from extractor.verify import ReplyFacts
 from manifest.states import Reason, State
 from plugin.client import assert_stored, extract
 from plugin.conftest import EnginePlugins
@@ -153,17 +156,19 @@ def test_everything_has_the_mode_that_was_asked_for(server: Serving, faults: Pat
 def test_rows_stay_right_while_others_are_retracted(server: Serving, reference: Reference) -> None:
     """Foreign requests and a caller with our prefix decode and are retracted again and again. A
     prompt that is computed twice is dumped twice, and the same."""
-    # Longer than all prefills together: while a prefill runs, decode rides in it, and nobody is
-    # retracted.
-    sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
     foreign = {f"foreign-{i}": make_ids(800 + i, 9 + 4 * i) for i in range(4)}
     ours = {f"xtr-r-{i}": make_ids(600 + i, 5 + 7 * i) for i in range(10)}
     decoding = {f"xtr-d-{i}": make_ids(700 + i, 11 + 5 * i) for i in range(4)}
-    # Who came last has the least to lose, and is retracted.
+
+    def sampling(count: int) -> dict[str, Any]:
+        return {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+
+    # While a prefill runs, decode rides in it and nobody is retracted; ours decode for longer than
+    # all prefills and all others take.
     requests: list[dict[str, Any]] = [
-        *({"rid": rid, "ids": ids, "sampling_params": sampling} for rid, ids in foreign.items()),
-        *({"rid": rid, "ids": ids} for rid, ids in ours.items()),
-        *({"rid": rid, "ids": ids, "sampling_params": sampling} for rid, ids in decoding.items()),
+        *({"rid": r, "ids": ids, "sampling_params": sampling(50)} for r, ids in foreign.items()),
+        *({"rid": r, "ids": ids} for r, ids in ours.items()),
+        *({"rid": r, "ids": ids, "sampling_params": sampling(200)} for r, ids in decoding.items()),
     ]
     answers = server.generate_all(requests)
     retractions = {a["meta_info"]["id"]: a["meta_info"]["num_retractions"] for a in answers}
@@ -233,6 +238,24 @@ def test_any_number_of_new_tokens_gives_the_prompts_rows(
     assert answer["meta_info"]["completion_tokens"] in (count, 1)
     assert_is(server.take_sample(rid, 29), ids, BOUNDARIES, reference.states(ids))
     assert list(server.dumps()) == []
+
+
+def test_health_checks_and_other_peoples_rids_are_nobodys(server: Serving) -> None:
+    """The engine's own probes are one-token prompts; an rid may also be a list's or not given."""
+    address = urlsplit(server.url)
+    for path in ("/health", "/health_generate"):
+        with closing(http.client.HTTPConnection(address.netloc, timeout=60)) as connection:
+            connection.request("GET", path)
+            assert connection.getresponse().status == 200
+    body = {"input_ids": make_ids(915, 20), "sampling_params": {"max_new_tokens": 1}}
+    several = {**body, "input_ids": [make_ids(916, 9), make_ids(917, 12)]}
+    for request in (body, {**body, "rid": "xtr"}, several):
+        with closing(post(server, "/generate", request)) as connection:
+            assert connection.getresponse().status == 200
+    server.generate("xtr-last", make_ids(918, 10))
+    wait_for(lambda: rows_of_rid(server, "xtr-last") == 10)
+    assert {dump.header.rid for _, dump in server.dumps()} == {"xtr-last"}
+    assert server.errors() == []
 
 
 def test_a_reader_never_sees_a_file_that_is_not_whole(server: Serving) -> None:
@@ -341,6 +364,41 @@ def test_isolated_requests_are_never_served_from_the_cache(
     extract(server, path, tmp_path / "out")
     assert outcomes == []
     assert_stored(tmp_path / "out", [*prompts, *prompts], BOUNDARIES, reference)
+
+
+@pytest.mark.usefixtures("quick_retries")
+def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
+    server: Serving,
+    faults: Path,
+    reference: Reference,
+    tmp_path: Path,
+    outcomes: list[tuple[int, Reason]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first attempt is given up in mid-prefill; what it wrote, and goes on to write, is not
+    mixed with the second's."""
+    prompts = make_prompts(1, seed=70, shortest=LONG, longest=LONG, vocabulary=500)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    generate = Client.generate
+    given_up = []
+
+    async def impatient(self: Client, request: Request) -> ReplyFacts | Failure:
+        if request.prompt.source == "probe" or given_up:
+            return await generate(self, request)
+        with present(faults / SLOW):
+            answer = asyncio.create_task(generate(self, request))
+            await asyncio.to_thread(wait_for, lambda: rows_of_rid(server, request.rid))
+            answer.cancel()
+            given_up.append(request.rid)
+        return Failure(reason=Reason.SERVER_ERROR, detail="the server did not answer in time")
+
+    monkeypatch.setattr(Client, "generate", impatient)
+    summary = extract(server, path, tmp_path / "out")
+    assert summary.totals.by_state[State.STORED] == 1
+    assert outcomes == [(1, Reason.SERVER_ERROR)]
+    assert_stored(tmp_path / "out", prompts, BOUNDARIES, reference)
+    assert list(server.dumps()) == []
+    assert server.errors() == []
 
 
 # --- what fails in or around the plugin -----------------------------------------------------------

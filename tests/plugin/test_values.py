@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from plugin.values import assert_is, boundary_of, make_ids
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
 
+REPOSITORY = Path(__file__).parents[2]
 #: Far from a state of another layer or prompt, which is off by tenths.
 FAR = 1e-3
 
@@ -26,10 +29,11 @@ def test_states_are_those_of_hugging_face(
     case: Case, serving: Serving, reference: Reference
 ) -> None:
     ids = make_ids(1, 75)
-    serving.generate("xtr-values", ids)
+    answer = serving.generate("xtr-values", ids)
     sample = serving.take_sample("xtr-values", len(ids))
     truth = reference.states(ids)
     assert_is(sample, ids, case.resolved, truth)
+    assert [reference.next_token(sample["last"][-1])] == answer["output_ids"]
     # The next layer's states and those of almost the same prompt are something else.
     changed = reference.states([ids[0] + 1, *ids[1:]])
     every = [*truth.boundaries, truth.last_pre]
@@ -101,7 +105,9 @@ def test_continuations_of_our_requests_are_not_dumped(case: Case, serving: Servi
 def test_the_client_stores_them(
     case: Case, serving: Serving, reference: Reference, tmp_path: Path
 ) -> None:
-    prompts = make_prompts(12, seed=4, longest=70, vocabulary=500)
+    # Many enough on one of them that a buffer used again too early would show.
+    count = 200 if case.model == "llama" else 12
+    prompts = make_prompts(count, seed=4, longest=70, vocabulary=500)
     summary = extract(serving, write_prompts(tmp_path / "p.jsonl", prompts), tmp_path / "out")
     assert summary.totals.by_state[State.STORED] == len(prompts)
     assert_stored(tmp_path / "out", prompts, case.resolved, reference)
@@ -120,3 +126,16 @@ def test_no_collective_operation_is_added(
     assert forwards_of(serving) == plain_forwards
     for path, _ in serving.dumps():
         path.unlink()
+
+
+def test_host_memory_does_not_grow_with_the_requests(case: Case, serving: Serving) -> None:
+    if case.chunk != -1:
+        pytest.skip("the server that takes whole prompts is the fastest")
+    command = [
+        sys.executable, "-m", "benchmarks.host_memory",
+        "--server", serving.url, "--dump-dir", serving.root, "--requests", "1000",
+    ]  # fmt: skip
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(result.stdout.splitlines()) == 4
