@@ -42,7 +42,7 @@ from plugin.values import assert_is, make_ids
 from prompts.types import Prompt
 from server_patch.dump_format import is_dump_name
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(480)]
 
 BOUNDARIES = (2, 4, 5)
 CHUNK = 8  # tokens

@@ -13,7 +13,7 @@ import pytest
 from plugin.serving import Serving, serve, wait_for
 from server_patch.dump_format import dump_name
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(480)]
 
 ARGS = ("--sleep-on-idle", "--chunked-prefill-size", "32", "--random-seed", "7")
 #: What differs between two runs of anything.

@@ -13,7 +13,7 @@ from plugin.conftest import bind_ranks
 from plugin.serving import serve
 from server_patch.dump_format import FAILED_NAME
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(480)]
 
 
 def test_a_boundary_the_model_does_not_have(

@@ -18,7 +18,7 @@ from plugin.reference import Reference, relative_error
 from plugin.serving import Serving
 from plugin.values import assert_is, boundary_of, make_ids
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(480)]
 
 REPOSITORY = Path(__file__).parents[2]
 #: Far from a state of another layer or prompt, which is off by tenths.
