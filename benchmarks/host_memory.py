@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.load import NullSink, prefill_s, random_prompts
+from benchmarks.load import prefill_s, random_prompts
+from benchmarks.sinks import NullSink
 from extractor.collect import Rank
 from extractor.writers import scan_writers
 

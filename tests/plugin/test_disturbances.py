@@ -16,7 +16,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,31 +62,34 @@ def server(
     model_dir: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
-    umask = os.umask(0o077)  # inherited by the server
-    try:
-        with serve(
-            model_dir("llama"),
-            tmp_path_factory.mktemp("dumps"),
-            boundaries="eagle3",
-            last="both",
-            args=(
-                "--chunked-prefill-size", str(CHUNK),
-                "--max-total-tokens", "4096",
-                "--enable-mixed-chunk",
-                "--sleep-on-idle",
-            ),
-            env={
-                **engine_plugins("faults"),
-                "RIG_FAULTS": str(faults),
-                "SGLANG_HS_FILE_MODE": "660",
-                "SGLANG_TEST_RETRACT": "1",
-                # Seconds after which the engine looks whether a silent caller is still there.
-                "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
-            },
-        ) as running:  # fmt: skip
-            yield running
-    finally:
-        os.umask(umask)
+    with ExitStack() as stack:
+        umask = os.umask(0o077)  # inherited by the server
+        try:
+            running = stack.enter_context(
+                serve(
+                    model_dir("llama"),
+                    tmp_path_factory.mktemp("dumps"),
+                    boundaries="eagle3",
+                    last="both",
+                    args=(
+                        "--chunked-prefill-size", str(CHUNK),
+                        "--max-total-tokens", "4096",
+                        "--enable-mixed-chunk",
+                        "--sleep-on-idle",
+                    ),
+                    env={
+                        **engine_plugins("faults"),
+                        "RIG_FAULTS": str(faults),
+                        "SGLANG_HS_FILE_MODE": "660",
+                        "SGLANG_TEST_RETRACT": "1",
+                        # Seconds after which the engine looks whether a silent caller is there.
+                        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+                    },
+                )
+            )  # fmt: skip
+        finally:
+            os.umask(umask)
+        yield running
 
 
 @pytest.fixture(scope="module")
