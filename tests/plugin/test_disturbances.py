@@ -16,7 +16,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -428,9 +428,14 @@ def test_an_exception_anywhere_leaves_the_server_serving(
 
 
 def writer_processes(server: Serving) -> list[psutil.Process]:
-    """The plugin's processes of this server."""
+    """The plugin's living processes of this server."""
     scheduler = psutil.Process(server.readies()[0].pid)
-    return [child for child in scheduler.children() if "server_patch" in " ".join(child.cmdline())]
+    found = []
+    for child in scheduler.children():
+        with suppress(psutil.NoSuchProcess):  # or dead and not yet waited for
+            if "server_patch" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @contextmanager
