@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from extractor.process import descendants, remove_shared_memory, shared_memory_inodes
 from extractor.serve import free_port
 
 from .env import RIG_PLUGINS, SERVER_ARGS, environment
@@ -71,11 +72,13 @@ def cpu_server(
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
             )
+        inodes: set[int] = set()
         try:
-            _wait_ready(process, port, log, timeout_s)
+            _wait_ready(process, port, log, timeout_s, inodes)
             yield CpuServer(f"http://127.0.0.1:{port}", process, log)
         finally:
             stop_tree(process)
+            remove_shared_memory(inodes)  # of a server that ended by itself while it started
 
 
 def _settings(dump_dir: Path | None, plugin: bool) -> dict[str, str]:
@@ -95,9 +98,14 @@ def _command(model_dir: Path, port: int, dtype: str) -> list[str]:
     return command
 
 
-def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path, timeout_s: float) -> None:
+def _wait_ready(
+    process: subprocess.Popen[bytes], port: int, log: Path, timeout_s: float, inodes: set[int]
+) -> None:
+    """Notes in `inodes` what the server has in /dev/shm, as long as it can be asked."""
     until = time.monotonic() + timeout_s
     while not _answers(port):
+        pids = [process.pid, *(member.pid for member in descendants(process.pid))]
+        inodes.update(shared_memory_inodes(pids))
         if process.poll() is not None:
             raise ServerDied(f"the server ended with {process.returncode}:\n{_tail(log)}")
         if time.monotonic() > until:
