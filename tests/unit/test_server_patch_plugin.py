@@ -204,10 +204,42 @@ def test_refusals_say_which_flag_to_change(
     ],
 )
 def test_prefill_graphs_are_refused_on_cuda_only(args: dict[str, Any], flag: str | None) -> None:
-    server_args = SimpleNamespace(**args)
+    server_args = engine.Settings(SimpleNamespace(**args))
     reason = engine._prefill_graphs(server_args, torch.device("cuda", 0))
     assert (flag in reason) if flag and reason else (reason is None)
     assert engine._prefill_graphs(server_args, torch.device("cpu")) is None
+
+
+def test_settings_are_the_engines_and_not_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, armed_environment: Path, tmp_path: Path
+) -> None:
+    """Newer engines leave the record of arguments as the user gave them, and publish apart what
+    they made of it."""
+
+    def leaf(name: str) -> Any:
+        if name not in resolved:
+            raise ValueError(f"{name!r} is not a config leaf (no namespace)")
+        return resolved[name]
+
+    resolved = {"chunked_prefill_size": 2048, "dp_size": 1, "attn_dp_size": 2, "pp_size": 1}
+    context = SimpleNamespace(get_context=lambda: SimpleNamespace(config_leaf=leaf))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setattr(engine, "_parallel_context", lambda: SimpleNamespace(attn_dp_rank=1))
+    runner = make_runner(
+        tmp_path, chunked_prefill_size=None, dp_size=2, attn_dp_size=1, enable_dp_attention=True
+    )
+    facts = engine.read_facts(runner)
+    assert (facts.chunked_prefill_size, facts.max_forward_rows) == (2048, 2048)
+    assert (facts.dp_size, facts.shares_forward) == (2, True)
+    assert (facts.port, facts.radix_cache) == (30000, False)  # none of the context's
+    # What this release does not know is not asked for, and so is not taken to be set.
+    resolved["enable_pdmux"] = True
+    assert engine.refusals(runner) == []
+    # Defaults that the engine fills in are seen.
+    config = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+    record = engine.Settings(SimpleNamespace(cuda_graph_config=None))
+    resolved["cuda_graph_config"] = config
+    assert "breakable" in str(engine._prefill_graphs(record, torch.device("cuda", 0)))
 
 
 def test_other_ranks_arm_and_write_nothing(
