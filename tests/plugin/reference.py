@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,9 +46,15 @@ class Reference:
         self._model.eval()
         # Hugging Face's last entry of hidden_states is post-norm; h[n] is what enters the norm.
         self._pre: list[torch.Tensor] = []
-        self._model.model.norm.register_forward_pre_hook(
+        self._final_norm().register_forward_pre_hook(
             lambda _module, inputs: self._pre.append(inputs[0])
         )
+
+    def _final_norm(self) -> Any:
+        stack = self._model.base_model
+        names = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+        stack = getattr(stack, "decoder", stack)  # OPT
+        return next(getattr(stack, name) for name in names if hasattr(stack, name))
 
     def states(self, ids: Sequence[int]) -> Truth:
         self._pre.clear()
