@@ -148,15 +148,15 @@ def graph_arguments(engine_version: str) -> tuple[str, ...]:
     """What turns CUDA graphs off.
 
     A replayed graph runs no Python, so prefill under one gives no dump; and decode, one token a
-    request, is not worth the minutes of capturing. SGLang 0.5.15 gave both phases a flag each;
+    request, is not worth the minutes of capturing. SGLang 0.5.14 gave both phases a flag each;
     before, prefill had graphs of another kind under a flag of their own.
 
-    >>> graph_arguments("0.5.11")
+    >>> graph_arguments("0.5.13.post1")
     ('--disable-cuda-graph', '--disable-piecewise-cuda-graph')
     >>> graph_arguments("0.5.15.post1")
     ('--cuda-graph-backend-decode=disabled', '--cuda-graph-backend-prefill=disabled')
     """
     release = tuple(int(part) for part in re.findall(r"\d+", engine_version)[:3])
-    if release < (0, 5, 15):
+    if release < (0, 5, 14):
         return ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
     return ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 SETTER: Final = "set_eagle3_layers_to_capture"
+#: In the order of preference. Some models have capture points for other drafters only.
+SETTERS: Final = (SETTER, "set_dflash_layers_to_capture")
 _OUTER_FLAG: Final = "capture_aux_hidden_states"
 _LIST: Final = "layers_to_capture"
 _LAYER_FLAG: Final = "_is_layer_to_capture"
@@ -28,37 +30,50 @@ class Parts:
     """The modules of a loaded model that matter here."""
 
     outer: Any  # what the engine calls; may be a multimodal wrapper
-    causal: Any  # owns the setter
-    inner: Any  # the layer stack: its forward returns (hidden, aux)
+    causal: Any  # owns the setter, if there is one
+    inner: Any  # the layer stack: while it captures, its forward returns (hidden, aux)
 
     @property
     def architecture(self) -> str:
         return type(self.causal).__name__
 
+    @property
+    def method(self) -> str | None:
+        """What sets the capture points: a setter's name, or that of the list in a layer stack that
+        captures and was given no setter; None for a model without capture points."""
+        setter = _setter_of(self.causal)
+        if setter is not None:
+            return setter
+        return _LIST if isinstance(getattr(self.inner, _LIST, None), list) else None
+
+    def inner_norm(self) -> Any:
+        """The norm after the last layer, None where it has no name that is known."""
+        norms = (getattr(self.inner, name, None) for name in _FINAL_NORMS)
+        return next((norm for norm in norms if norm is not None), None)
+
     def final_norm(self) -> Any:
         """The norm after the last layer. Raises ArmError."""
-        for name in _FINAL_NORMS:
-            norm = getattr(self.inner, name, None)
-            if norm is not None:
-                return norm
+        norm = self.inner_norm()
+        if norm is not None:
+            return norm
         raise ArmError(f"{type(self.inner).__name__} has none of {_FINAL_NORMS} as its final norm")
 
 
 def find_parts(model: Any, *, num_layers: int) -> Parts:
     """The causal LM and its layer stack within `model`. Raises ArmError."""
     language_model = getattr(model, "language_model", None)
-    causal = next(
-        (owner for owner in (language_model, model) if callable(getattr(owner, SETTER, None))), None
-    )
-    if causal is None:
-        raise ArmError(
-            f"{type(model).__name__} has no {SETTER}: this SGLang cannot capture its states"
-        )
+    owners = [owner for owner in (language_model, model) if owner is not None]
+    # Of those without a setter, the language model within a wrapper is the one with the layers.
+    causal = next((o for o in owners if _setter_of(o) is not None), owners[0])
     for inner in (getattr(causal, "model", None), language_model, causal):
         layers = getattr(inner, "layers", None)
         if layers is not None and len(layers) == num_layers:
             return Parts(outer=model, causal=causal, inner=inner)
     raise ArmError(f"{type(model).__name__} has no inner model with {num_layers} layers")
+
+
+def _setter_of(owner: Any) -> str | None:
+    return next((name for name in SETTERS if callable(getattr(owner, name, None))), None)
 
 
 class CapturePoints:
@@ -69,9 +84,11 @@ class CapturePoints:
     """
 
     def __init__(
-        self, inner: Any, boundaries: Sequence[int], *, by_flags: bool, plain: Any
+        self, parts: Parts, boundaries: Sequence[int], *, by_flags: bool, plain: Any
     ) -> None:
         """plain: what the model's list of points was before anything touched it."""
+        inner = parts.inner
+        self.method = str(parts.method)
         self.boundaries = tuple(boundaries)
         self._inner = inner
         self._layers = [inner.layers[index] for index in self.boundaries] if by_flags else []
@@ -92,6 +109,15 @@ class CapturePoints:
         finally:
             self.switch(False)
 
+    def split(self, result: Any) -> tuple[Any, Any]:
+        """(what the plain forward returns, the states) of the forward in `active`.
+
+        The states are what the engine made of them, None where it captured nothing.
+        """
+        if isinstance(result, tuple) and len(result) == 2:
+            return result
+        return result, None
+
 
 def arm(parts: Parts, boundaries: Sequence[int]) -> CapturePoints:
     """Set capture points at exactly `boundaries`, switched off. Raises ArmError.
@@ -104,14 +130,16 @@ def arm(parts: Parts, boundaries: Sequence[int]) -> CapturePoints:
     flags = _OuterFlags((parts.outer, parts.causal, inner))
     if flags.any_on():
         raise ArmError(f"{_OUTER_FLAG} is already on: something else captures aux states")
+    if parts.method == _LIST:
+        return CapturePoints(parts, wanted, by_flags=False, plain=plain)
     try:
         _reach(parts, wanted)
         by_flags = bool(_flagged(inner))
     finally:
-        flags.restore()
         _clear(inner)
         setattr(inner, _LIST, plain)
-    return CapturePoints(inner, wanted, by_flags=by_flags, plain=plain)
+        flags.restore()
+    return CapturePoints(parts, wanted, by_flags=by_flags, plain=plain)
 
 
 def _reach(parts: Parts, wanted: list[int]) -> None:
@@ -123,7 +151,7 @@ def _reach(parts: Parts, wanted: list[int]) -> None:
     for ids in ([boundary - 1 for boundary in wanted], wanted):
         _clear(inner)
         try:
-            getattr(parts.causal, SETTER)(list(ids))
+            getattr(parts.causal, str(parts.method))(list(ids))
         except Exception as error:
             tried.append(f"ids {ids} raised {error!r}")
             continue
@@ -149,9 +177,11 @@ class _OuterFlags:
 
     def restore(self) -> None:
         for owner, value in self._found:
+            if getattr(owner, _OUTER_FLAG, None) is value:
+                continue  # untouched, or a property that follows the points
             if value is not None:
                 setattr(owner, _OUTER_FLAG, value)
-            elif getattr(owner, _OUTER_FLAG, None) is not None:
+            else:
                 delattr(owner, _OUTER_FLAG)
 
 

@@ -11,18 +11,40 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, suppress
+from typing import Any, Protocol
 
 import torch
 
 from server_patch import engine
-from server_patch.arm import CapturePoints
 from server_patch.spans import is_ours
 from server_patch.staging import States
 from server_patch.tap import Tap
 
 logger = logging.getLogger(__name__)
+
+
+class Points(Protocol):
+    """Where states are captured, and how: by the engine (`arm`) or by hooks (`layer_hooks`)."""
+
+    boundaries: tuple[int, ...]
+    method: str  # as READY.json has it
+
+    def active(self) -> AbstractContextManager[None]:
+        """Forwards inside the block are captured."""
+
+    def split(self, result: Any) -> tuple[Any, Any]:
+        """(what the plain forward returns, the states or None) of the forward in `active`."""
+
+
+class Probe(Protocol):
+    """Keeps h[n] of one forward."""
+
+    def listen(self) -> None:
+        """The next forward's is wanted."""
+
+    def take(self) -> torch.Tensor | None:
+        """h[n] [T, H] of the forward since `listen`, or None if the model did not show it."""
 
 
 class NormProbe:
@@ -58,49 +80,87 @@ class NormProbe:
                 self._seen = inputs[0]
 
 
+class Audit(Protocol):
+    """Compares what one forward captured with what its layers worked on; see `proof`."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Watches the forward inside the block."""
+
+    def find_fault(self, boundaries: Sequence[int], hidden: Any, aux: Any) -> str | None:
+        """What is wrong with the states `aux` of that forward; None when nothing is. Never raises.
+
+        hidden: what the plain forward returns.
+        """
+
+
 class Capture:
     """Decides per forward, runs it, and hands what it captured to the tap."""
 
     def __init__(
         self,
         *,
-        points: CapturePoints,
+        points: Points,
         rid_prefix: str,
         shares_forward: bool,
+        audit: Audit | None = None,
     ) -> None:
         """shares_forward: under DP attention the ranks of one forward hold different requests, and
         capturing may complete a reduction over all of them. They must then decide alike, by what
         they all know.
+        audit: looks at the first prefill of a request, whoever's it is, which is captured for that.
         """
         self._points = points
         self._rid_prefix = rid_prefix
         self._shares_forward = shares_forward
+        self._audit = audit
         self._tap: Tap | None = None
-        self._norm_probe: NormProbe | None = None
+        self._probe: Probe | None = None
         self._failed = False
 
-    def connect(self, tap: Tap | None, norm_probe: NormProbe | None) -> None:
+    def connect(self, tap: Tap | None, probe: Probe | None) -> None:
         """Where the states go. Without a tap (other ranks) they are captured and dropped."""
         self._tap = tap
-        self._norm_probe = norm_probe
+        self._probe = probe
+
+    def change(self, points: Points) -> None:
+        """Capture in another way from the next forward on."""
+        self._points = points
 
     def run(self, forward_batch: Any, call: Callable[[], Any]) -> Any:
         """`call()` is the original forward; returns what it would have returned without us."""
         ours = self._holds_ours(forward_batch)
+        audit = self._audit if self._is_auditable(forward_batch) else None
         armed = engine.any_rank_prefills(forward_batch) if self._shares_forward else ours
-        if not armed:
+        if not (armed or audit is not None):
             return call()
         tap = self._tap if ours else None
-        probe = self._norm_probe if tap is not None else None
+        points, probe = self._points, self._probe if tap is not None else None
         if probe is not None:
             probe.listen()
-        with self._points.active():
+        with ExitStack() as stack:
+            stack.enter_context(points.active())
+            if audit is not None:
+                self._audit = None
+                stack.enter_context(audit.watching())
             result = call()
-        captured = isinstance(result, tuple) and len(result) == 2
-        hidden = result[0] if captured else result
-        if tap is not None:
-            _hand_over(tap, forward_batch, hidden, result[1] if captured else None, probe)
+        hidden, aux = points.split(result)
+        fault = audit.find_fault(points.boundaries, hidden, aux) if audit is not None else None
+        if tap is not None and fault is not None:
+            if probe is not None:
+                probe.take()
+            _refuse(tap, engine.request_ids(forward_batch), fault)
+        elif tap is not None:
+            _hand_over(tap, forward_batch, hidden, aux, probe)
         return hidden
+
+    def _is_auditable(self, forward_batch: Any) -> bool:
+        """Is this the first prefill of a request? The same on all ranks of a tensor-parallel
+        group."""
+        if self._audit is None:
+            return False
+        with suppress(Exception):
+            return engine.is_prefill(forward_batch) and bool(engine.request_ids(forward_batch))
+        return False
 
     def _holds_ours(self, forward_batch: Any) -> bool:
         """Does this forward extend a prompt of ours?"""
@@ -117,7 +177,7 @@ class Capture:
 
 
 def _hand_over(
-    tap: Tap, forward_batch: Any, last: torch.Tensor, aux: Any, probe: NormProbe | None
+    tap: Tap, forward_batch: Any, last: torch.Tensor, aux: Any, probe: Probe | None
 ) -> None:
     """Give one forward's states to `tap`; whatever fails is recorded, never raised."""
     rids: Sequence[str] = ()
@@ -141,8 +201,18 @@ def _refuse(tap: Tap, rids: Sequence[str], reason: str) -> None:
         logger.exception("hidden states: this could not even be recorded: %s", reason)
 
 
-def install(inner: Any, capture: Capture) -> None:
-    """Replace `inner.forward` on the instance by one that goes through `capture`."""
+class Runner(Protocol):
+    """What stands around a forward."""
+
+    def run(self, forward_batch: Any, call: Callable[[], Any]) -> Any:
+        """`call()` is the original forward; returns what it would have returned without us."""
+
+
+def install(inner: Any, runner: Runner) -> Callable[[], None]:
+    """Replace `inner.forward` on the instance by one that goes through `runner`.
+
+    Returns what undoes it. Raises EngineError.
+    """
     original = inner.forward
     names = list(inspect.signature(original).parameters)
     if "forward_batch" not in names:
@@ -155,6 +225,11 @@ def install(inner: Any, capture: Capture) -> None:
             forward_batch = kwargs["forward_batch"]
         else:
             forward_batch = args[position]
-        return capture.run(forward_batch, lambda: original(*args, **kwargs))
+        return runner.run(forward_batch, lambda: original(*args, **kwargs))
 
     inner.forward = forward
+
+    def uninstall() -> None:
+        del inner.forward
+
+    return uninstall

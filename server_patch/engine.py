@@ -1,8 +1,9 @@
 """Every attribute of SGLang that the plugin touches, one look-up per fact.
 
-SGLang moves things between releases; this module is the only one that follows. Written against
-0.5.11, 0.5.15.post1 and 0.5.23. A look-up that fails raises EngineError with the name of what
-moved. Nothing of sglang is imported before a look-up is made.
+SGLang moves things between releases; this module is the only one that follows. What it asks for is
+listed in `targets`, which the tests compare with the wheels of all supported releases. A look-up
+that fails raises EngineError with the name of what moved. Nothing of sglang is imported before a
+look-up is made.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +21,11 @@ from typing import Any, Final
 
 import torch
 
+from server_patch import targets
+
 #: Hook targets. The second only refines the first (see `note_prompt_lengths`).
-LOAD_MODEL: Final = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-INIT_FORWARD_BATCH: Final = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+LOAD_MODEL: Final = targets.LOAD_MODEL
+INIT_FORWARD_BATCH: Final = targets.INIT_FORWARD_BATCH
 
 _STATE_DTYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -57,38 +61,38 @@ class Facts:
 
 def read_facts(runner: Any) -> Facts:
     """Facts of a `ModelRunner` whose model is loaded. Raises EngineError."""
-    args = _get(runner, "server_args")
+    settings = Settings(_get(runner, "server_args"))
     config = _get(runner, "model_config")
     text_config = _get(config, "hf_text_config", "hf_config")
     dtype = _get(config, "dtype")
     if dtype not in _STATE_DTYPES:
         raise EngineError(f"the model runs in {dtype}, not in bfloat16, float16 or float32")
-    groups, replicas = _data_parallel_sizes(args)
-    chunk = int(getattr(args, "chunked_prefill_size", None) or -1)
-    whole = int(getattr(args, "max_prefill_tokens", None) or 16384)
+    groups, replicas = _data_parallel_sizes(settings)
+    chunk = int(settings.get("chunked_prefill_size") or -1)
+    whole = int(settings.get("max_prefill_tokens") or 16384)
     return Facts(
         engine_version=version(),
         device=next(_get(runner, "model").parameters()).device,
-        host=str(_get(args, "host")),
-        port=int(_get(args, "port")),
-        model_path=str(_get(args, "model_path")),
+        host=str(settings.need("host")),
+        port=int(settings.need("port")),
+        model_path=str(settings.need("model_path")),
         vocab_size=int(_get(config, "vocab_size")),
         num_layers=int(_get(text_config, "num_hidden_layers")),
         hidden_size=int(_get(text_config, "hidden_size")),
         dtype=_STATE_DTYPES[dtype],
-        tp_size=int(_get(args, "tp_size")),
+        tp_size=int(settings.need("tp_size")),
         dp_size=groups * replicas,
         rank=_data_parallel_rank(runner, groups=groups, replicas=replicas),
         is_writer=_attention_tp_rank() == 0,
         shares_forward=groups > 1,
         chunked_prefill_size=chunk if chunk > 0 else -1,
         max_forward_rows=chunk if chunk > 0 else whole,
-        radix_cache=not _get(args, "disable_radix_cache"),
+        radix_cache=not settings.need("disable_radix_cache"),
         # The model's own config decides when no argument does; only the former is always told here.
         quantization=_text_or_none(
-            getattr(config, "quantization", None) or getattr(args, "quantization", None)
+            getattr(config, "quantization", None) or settings.get("quantization")
         ),
-        kv_cache_dtype=_text_or_none(getattr(args, "kv_cache_dtype", None)),
+        kv_cache_dtype=_text_or_none(settings.get("kv_cache_dtype")),
     )
 
 
@@ -99,11 +103,8 @@ def is_draft(runner: Any) -> bool:
 
 def refusals(runner: Any) -> list[str]:
     """Settings of the server under which rows would be missing or wrong, each with the way out."""
-    args = _get(runner, "server_args")
-
-    def setting(name: str, default: Any = None) -> Any:
-        return getattr(args, name, default)
-
+    settings = Settings(_get(runner, "server_args"))
+    setting = settings.get
     reasons = []
     if int(setting("pp_size", 1) or 1) > 1:
         reasons.append(
@@ -138,18 +139,31 @@ def refusals(runner: Any) -> list[str]:
             "the engine's own aux capture is on, and would be turned off by ours: drop "
             "--enable-return-aux-hidden-states"
         )
-    graphs = _prefill_graphs(args, next(_get(runner, "model").parameters()).device)
+    graphs = _prefill_graphs(settings, next(_get(runner, "model").parameters()).device)
     if graphs:
         reasons.append(graphs)
     return reasons
 
 
-def _prefill_graphs(args: Any, device: torch.device) -> str | None:
+def proof_refusals(runner: Any) -> list[str]:
+    """Settings under which `proof` cannot watch a forward at start, each with the way out."""
+    settings = Settings(_get(runner, "server_args"))
+    reasons = []
+    if settings.get("skip_server_warmup"):
+        reasons.append("there is no warm-up to prove it on: drop --skip-server-warmup")
+    if _data_parallel_sizes(settings)[0] > 1:
+        reasons.append(
+            "under DP attention a rank may see no row of the warm-up: drop --enable-dp-attention"
+        )
+    return reasons
+
+
+def _prefill_graphs(settings: Settings, device: torch.device) -> str | None:
     """Why prefill forwards would be replayed without Python, or None when they would not."""
     if device.type != "cuda":
         return None
-    config = getattr(args, "cuda_graph_config", None)
-    if config is not None:  # 0.5.15 and newer
+    config = settings.get("cuda_graph_config")
+    if config is not None:  # 0.5.14 and newer
         backend = getattr(_get(config, "prefill"), "backend", None)
         if str(backend).lower() == "disabled":
             return None
@@ -157,7 +171,7 @@ def _prefill_graphs(args: Any, device: torch.device) -> str | None:
             f"prefill CUDA graphs ({backend}) replay no Python: start the server with "
             "--cuda-graph-backend-prefill disabled"
         )
-    if getattr(args, "disable_piecewise_cuda_graph", None) is False:  # 0.5.11
+    if settings.get("disable_piecewise_cuda_graph") is False:  # before
         return (
             "piecewise CUDA graphs replay no Python: start the server with "
             "--disable-piecewise-cuda-graph"
@@ -269,6 +283,38 @@ def note_prompt_lengths(forward_batch: Any, _cls: Any, batch: Any, *_: Any, **__
             forward_batch.rids = rids
 
 
+class Settings:
+    """The server's settings, as the engine resolved them.
+
+    Since 0.5.20 `ServerArgs` holds what the user typed, defaults unfilled, and what became of it is
+    in the process's context; before, the record itself was written to. A record that is not the
+    published one (0.5.18 and older, or a process without context) is read as it is.
+    """
+
+    def __init__(self, record: Any) -> None:
+        self._record = record
+        # Always loaded where a model is; a test process without an engine need not import one.
+        module = sys.modules.get("sglang.srt.runtime_context")
+        get_context = getattr(module, "get_context", None)
+        self._leaf = getattr(get_context(), "config_leaf", None) if get_context else None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The setting `name`, or `default` in a release that has no such setting."""
+        if not hasattr(self._record, name):
+            return default
+        if self._leaf is not None:
+            try:
+                return self._leaf(name)
+            except (ValueError, AttributeError):  # not published, or none of the context's
+                pass
+        return getattr(self._record, name)
+
+    def need(self, name: str) -> Any:
+        """Raises EngineError where there is no such setting."""
+        _get(self._record, name)
+        return self.get(name)
+
+
 # ---- look-ups ----------------------------------------------------------------------------------
 
 
@@ -279,13 +325,13 @@ def _attention_tp_rank() -> int:
     return int(importlib.import_module("sglang.srt.layers.dp_attention").get_attention_tp_rank())
 
 
-def _data_parallel_sizes(args: Any) -> tuple[int, int]:
+def _data_parallel_sizes(settings: Settings) -> tuple[int, int]:
     """Attention groups within one forward, and replicas with forwards of their own."""
-    dp_size = int(_get(args, "dp_size"))
-    groups = getattr(args, "attn_dp_size", None)
-    if groups is not None:  # 0.5.23 tells the two apart
+    dp_size = int(settings.need("dp_size"))
+    groups = settings.get("attn_dp_size")
+    if groups is not None:  # 0.5.22 and newer tell the two apart
         return int(groups), dp_size
-    return (dp_size, 1) if _get(args, "enable_dp_attention") else (1, dp_size)
+    return (dp_size, 1) if settings.need("enable_dp_attention") else (1, dp_size)
 
 
 def _data_parallel_rank(runner: Any, *, groups: int, replicas: int) -> int | None:
@@ -297,7 +343,7 @@ def _data_parallel_rank(runner: Any, *, groups: int, replicas: int) -> int | Non
             return int(parallel.attn_dp_rank)
         module = importlib.import_module("sglang.srt.layers.dp_attention")
         return int(module.get_attention_dp_rank())
-    for owner in (runner, parallel):
+    for owner in (runner, getattr(runner, "ps", None), parallel):
         rank = getattr(owner, "dp_rank", None)
         if rank is not None:
             return int(rank)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from server_patch.dump_format import FAILED_NAME
+from server_patch.dump_format import FAILED_NAME, READY_NAME
 from server_patch.files import replace
 from server_patch.ready import encode_failed
 
@@ -69,5 +69,6 @@ def make_home(
 
 
 def tell_failed(home: Home, reason: str) -> None:
-    """Write FAILED.json. Raises OSError."""
+    """Write FAILED.json, and take a READY.json back. Raises OSError."""
+    (home.directory / READY_NAME).unlink(missing_ok=True)
     replace(home.directory, FAILED_NAME, encode_failed(reason), mode=home.file_mode)

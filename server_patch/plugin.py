@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,11 @@ from server_patch.settings import (
 
 if TYPE_CHECKING:
     from server_patch.arm import CapturePoints, Parts
+    from server_patch.capture import Probe
     from server_patch.engine import Facts
     from server_patch.home import Home
+    from server_patch.layer_hooks import LayerHooks
+    from server_patch.writing import Writing
 
 logger = logging.getLogger(__name__)
 
@@ -61,60 +65,174 @@ def _after_load_model(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
 
 
 def _set_up(runner: Any, settings: Settings) -> None:
-    """Arm this rank's model, and start the writer where it belongs.
-
-    Arming and installing go alike on every tensor-parallel rank, because the engine's capture may
-    contain collectives. What only the writer's rank does can fail there alone, and must then leave
-    the capture in place.
-    """
     from server_patch import engine
-    from server_patch.capture import Capture, install
-    from server_patch.writing import start_writing
 
     facts = engine.read_facts(runner)
     home = _make_home(settings, facts) if facts.is_writer else None
+    rank = _Rank(runner=runner, settings=settings, facts=facts, home=home)
     try:
-        parts, points = _arm(runner, settings, facts)
+        rank.arm()
+    except Exception as error:
+        _refuse(home, error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    """This process's model, on its way to being captured.
+
+    Arming by the model's own setter and installing go alike on every tensor-parallel rank, because
+    the engine's capture may contain collectives. What only the writer's rank does can fail there
+    alone, and must then leave the capture in place. Hooks on layers contain none, so the other
+    ranks have nothing to do with them.
+    """
+
+    runner: Any
+    settings: Settings
+    facts: Facts
+    home: Home | None  # where this rank writes; None where it does not
+
+    def arm(self) -> None:
+        """Raises EngineError, SettingsError, ArmError: the same on every rank."""
+        from server_patch import arm, engine
+
+        reasons = engine.refusals(self.runner)
+        if reasons:
+            raise engine.EngineError("; ".join(reasons))
+        boundaries = self.settings.resolve_boundaries(self.facts.num_layers)
+        parts = arm.find_parts(self.runner.model, num_layers=self.facts.num_layers)
+        if parts.method not in arm.SETTERS:
+            reasons = engine.proof_refusals(self.runner)
+            if reasons:
+                raise arm.ArmError(
+                    f"{parts.architecture} has no setter for capture points in this SGLang, and "
+                    f"another way cannot be proven right: {'; '.join(reasons)}"
+                )
+        if parts.method is None:
+            self._prove(parts, boundaries)
+            return
+        if boundaries[0] == 0 and not engine.captures_boundary_zero():
+            raise engine.EngineError(
+                f"SGLang {self.facts.engine_version} cannot capture boundary 0, the embeddings: "
+                "leave it out"
+            )
+        self._begin(parts, arm.arm(parts, boundaries))
+
+    def _prove(self, parts: Parts, boundaries: tuple[int, ...]) -> None:
+        """Without capture points: watch the warm-up's prefill, and use hooks if that proves right.
+
+        READY.json or FAILED.json are written then, before the server says that it is ready.
+        """
+        from server_patch.capture import install
+        from server_patch.layer_hooks import LayerHooks
+        from server_patch.proof import Proof
+        from server_patch.watch import Proven
+
+        def proven(found: Proven) -> None:
+            try:
+                uninstall()
+                self._begin(
+                    parts,
+                    LayerHooks(parts, boundaries, stream=found.stream, consumers=found.consumers),
+                )
+            except Exception as error:
+                _refuse(self.home, error)
+
+        def refused(error: Exception) -> None:
+            uninstall()
+            _refuse(self.home, error)
+
+        if self.home is not None:
+            uninstall = install(parts.inner, Proof(parts, proven=proven, refused=refused))
+
+    def _begin(self, parts: Parts, points: CapturePoints | LayerHooks) -> None:
+        """Install the capture, and on the writer's rank start writing.
+
+        What the model was not set up for by a setter of its own is announced when it is proven.
+        Raises EngineError, ArmError.
+        """
+        from server_patch.arm import SETTERS, ArmError
+        from server_patch.capture import Capture, NormProbe, install
+        from server_patch.layer_hooks import LayerHooks
+        from server_patch.proof import PointsAudit
+        from server_patch.watch import Proven
+        from server_patch.writing import start_writing
+
+        keeps_pre = self.settings.last_kind != "post"
+        hooked = isinstance(points, LayerHooks)
+        norm = parts.final_norm() if keeps_pre and not hooked else None
+        writing: Writing | None = None  # of the writer's rank, once it runs
+
+        def wrong(fault: str, found: Proven | None) -> None:
+            """The engine's own points are wrong: use hooks on the layers if they would do."""
+            if writing is None:
+                return
+            capture.connect(None, None)
+            try:
+                if found is None:
+                    raise ArmError(fault)
+                logger.warning("hidden states: %s; hooks on the layers are used instead", fault)
+                hooks = LayerHooks(
+                    parts,
+                    points.boundaries,
+                    stream=found.stream,
+                    consumers=found.consumers,
+                    instead_of=None if isinstance(points, LayerHooks) else points,
+                )
+                capture.change(hooks)
+                capture.connect(writing.tap, hooks.probe() if keeps_pre else None)
+                self._tell_ready(parts, hooks, writing)
+            except Exception as error:
+                _refuse(self.home, error)
+
+        def right() -> None:
+            if must_prove and writing is not None:
+                try:
+                    self._tell_ready(parts, points, writing)
+                except Exception as error:
+                    capture.connect(None, None)
+                    _refuse(self.home, error)
+
+        must_prove = not hooked and points.method not in SETTERS
+        audit = None
+        if not hooked:
+            audit = PointsAudit(parts, must_prove=must_prove, right=right, wrong=wrong)
         capture = Capture(
-            points=points, rid_prefix=settings.rid_prefix, shares_forward=facts.shares_forward
+            points=points,
+            rid_prefix=self.settings.rid_prefix,
+            shares_forward=self.facts.shares_forward,
+            audit=audit,
         )
         install(parts.inner, capture)
-    except Exception as error:
-        _refuse(home, error)
-        return
-    if home is None:
-        return
-    try:
-        writing = start_writing(
-            settings=settings,
-            facts=facts,
-            home=home,
-            boundaries=points.boundaries,
-            final_norm=parts.final_norm() if settings.last_kind != "post" else None,
-        )
-        capture.connect(writing.tap, writing.norm_probe)
+        if self.home is None:
+            return
+        try:
+            writing = start_writing(
+                settings=self.settings,
+                facts=self.facts,
+                home=self.home,
+                boundaries=points.boundaries,
+            )
+            probe: Probe | None = None
+            if keeps_pre:
+                probe = points.probe() if isinstance(points, LayerHooks) else NormProbe(norm)
+            capture.connect(writing.tap, probe)
+            if not must_prove:
+                self._tell_ready(parts, points, writing)
+        except Exception as error:
+            capture.connect(None, None)
+            _refuse(self.home, error)
+
+    def _tell_ready(
+        self, parts: Parts, points: CapturePoints | LayerHooks, writing: Writing
+    ) -> None:
+        """Raises OSError."""
+        from server_patch import engine
+
         writing.tell_ready(
-            architecture=parts.architecture, config_digest=engine.config_digest(runner)
+            architecture=parts.architecture,
+            capture_method=points.method,
+            config_digest=engine.config_digest(self.runner),
         )
-    except Exception as error:
-        capture.connect(None, None)
-        _refuse(home, error)
-
-
-def _arm(runner: Any, settings: Settings, facts: Facts) -> tuple[Parts, CapturePoints]:
-    """Raises EngineError, SettingsError, ArmError: the same on every rank."""
-    from server_patch import arm, engine
-
-    reasons = engine.refusals(runner)
-    if reasons:
-        raise engine.EngineError("; ".join(reasons))
-    boundaries = settings.resolve_boundaries(facts.num_layers)
-    if boundaries[0] == 0 and not engine.captures_boundary_zero():
-        raise engine.EngineError(
-            f"SGLang {facts.engine_version} cannot capture boundary 0, the embeddings: leave it out"
-        )
-    parts = arm.find_parts(runner.model, num_layers=facts.num_layers)
-    return parts, arm.arm(parts, boundaries)
 
 
 def _make_home(settings: Settings, facts: Facts) -> Home | None:

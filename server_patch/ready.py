@@ -8,7 +8,6 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from server_patch.arm import SETTER
 from server_patch.dump_format import FORMAT_VERSION, READY_NAME, LastKind, Ready, encode_ready
 from server_patch.engine import Facts
 from server_patch.files import replace
@@ -24,6 +23,7 @@ def make_ready(
     architecture: str,
     config_digest: str,
     boundaries: tuple[int, ...],
+    capture_method: str,
     last_kind: LastKind,
     rid_prefix: str,
     ring_bytes: int,
@@ -50,7 +50,7 @@ def make_ready(
         dtype=facts.dtype,
         boundaries=boundaries,
         last_kind=last_kind,
-        capture_method=SETTER,
+        capture_method=capture_method,
         tp_size=facts.tp_size,
         dp_size=facts.dp_size,
         rid_prefix=rid_prefix,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from server_patch import ready
-from server_patch.capture import NormProbe
 from server_patch.engine import Facts
 from server_patch.home import Home
 from server_patch.layout import Layout
@@ -32,11 +31,10 @@ class Writing:
     home: Home
     boundaries: tuple[int, ...]
     tap: Tap
-    norm_probe: NormProbe | None
     ring_plan: RingPlan
     num_writers: int
 
-    def tell_ready(self, *, architecture: str, config_digest: str) -> None:
+    def tell_ready(self, *, architecture: str, capture_method: str, config_digest: str) -> None:
         """Write READY.json. Raises OSError."""
         document = ready.make_ready(
             facts=self.facts,
@@ -45,6 +43,7 @@ class Writing:
             architecture=architecture,
             config_digest=config_digest,
             boundaries=self.boundaries,
+            capture_method=capture_method,
             last_kind=self.settings.last_kind,
             rid_prefix=self.settings.rid_prefix,
             ring_bytes=self.ring_plan.total_bytes,
@@ -59,11 +58,9 @@ def start_writing(
     facts: Facts,
     home: Home,
     boundaries: tuple[int, ...],
-    final_norm: Any,
 ) -> Writing:
     """Allocate the ring and start the writer processes.
 
-    final_norm: the module to read h[n] from, None when it is not stored.
     Raises RingError, WriterError, or what the device says to the allocation.
     """
     layout = Layout(
@@ -123,7 +120,6 @@ def start_writing(
         home=home,
         boundaries=boundaries,
         tap=tap,
-        norm_probe=NormProbe(final_norm) if final_norm is not None else None,
         ring_plan=plan,
         num_writers=num_writers,
     )

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Reference:
         self._model.eval()
         # Hugging Face's last entry of hidden_states is post-norm; h[n] is what enters the norm.
         self._pre: list[torch.Tensor] = []
-        self._model.model.norm.register_forward_pre_hook(
+        self._final_norm().register_forward_pre_hook(
             lambda _module, inputs: self._pre.append(inputs[0])
         )
 
@@ -53,6 +54,12 @@ class Reference:
         """What the model says after a row [H] of the last state, post norm."""
         with self._torch.no_grad():
             return int(self._model.lm_head(self._torch.tensor(last)).argmax())
+
+    def _final_norm(self) -> Any:
+        stack = self._model.base_model
+        names = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+        stack = getattr(stack, "decoder", stack)  # OPT
+        return next(getattr(stack, name) for name in names if hasattr(stack, name))
 
     def states(self, ids: Sequence[int]) -> Truth:
         self._pre.clear()

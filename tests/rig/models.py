@@ -101,13 +101,15 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny(name: str, target: Path) -> Path:
+def tiny(name: str, target: Path, config: dict[str, Any] | None = None) -> Path:
     """Make the tiny model `name` (float32, seeded random weights) in `target`; return `target`.
+
+    config: what the architecture adds to the common configuration, where it is none of ours.
 
     The weights are large enough that every layer changes the residual stream and every prompt has
     its own answer: initialised as for training, a wrong layer or row would look almost right.
     """
-    config = {**_COMMON, **TINY_CONFIGS[name]}
+    config = {**_COMMON, **(TINY_CONFIGS[name] if config is None else config)}
 
     def build(folder: Path) -> None:
         import torch

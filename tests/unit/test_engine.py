@@ -19,7 +19,7 @@ def options(**changes: Any) -> ServeOptions:
 @pytest.mark.parametrize(
     ("version", "old"),
     [
-        ("0.5.11", True), ("0.5.14", True), ("0.5.14.post2", True), ("0.5.15", False),
+        ("0.5.11", True), ("0.5.13", True), ("0.5.13.post1", True), ("0.5.14", False),
         ("0.5.15.post1", False), ("0.5.15rc1", False), ("0.5.23", False), ("0.6.0", False),
         ("1.0", False),
     ],

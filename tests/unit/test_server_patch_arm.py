@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from server_patch.arm import ArmError, arm, find_parts, read_back
+from server_patch.arm import SETTER, ArmError, arm, find_parts, read_back
 
 NUM_LAYERS = 8
 
@@ -153,12 +154,15 @@ def test_a_capture_that_is_already_on_is_not_ours_to_change() -> None:
     assert causal.model.layers_to_capture == [2]
 
 
-def test_a_model_without_setter_is_refused() -> None:
+def test_a_model_without_setter_has_parts_all_the_same() -> None:
     class Plain:
         model = Inner()
 
-    with pytest.raises(ArmError, match="Plain has no set_eagle3_layers_to_capture"):
-        find_parts(Plain(), num_layers=NUM_LAYERS)
+    for model in (Plain(), SimpleNamespace(language_model=Plain())):
+        parts = find_parts(model, num_layers=NUM_LAYERS)
+        assert (parts.architecture, parts.inner) == ("Plain", Plain.model)
+        assert parts.method == "layers_to_capture"
+    assert find_parts(Llama(), num_layers=NUM_LAYERS).method == SETTER
 
 
 def test_an_inner_model_of_another_depth_is_not_taken() -> None:

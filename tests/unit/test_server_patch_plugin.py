@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from server_patch import engine, plugin
+from server_patch import arm, engine, plugin, proof
 from server_patch.dump_format import FAILED_NAME, READY_NAME, decode_ready
 from server_patch.engine import EngineError, RequestIds
 from server_patch.home import HomeError, make_boot_id, make_home
@@ -204,10 +204,112 @@ def test_refusals_say_which_flag_to_change(
     ],
 )
 def test_prefill_graphs_are_refused_on_cuda_only(args: dict[str, Any], flag: str | None) -> None:
-    server_args = SimpleNamespace(**args)
+    server_args = engine.Settings(SimpleNamespace(**args))
     reason = engine._prefill_graphs(server_args, torch.device("cuda", 0))
     assert (flag in reason) if flag and reason else (reason is None)
     assert engine._prefill_graphs(server_args, torch.device("cpu")) is None
+
+
+def test_settings_are_the_engines_and_not_what_was_typed(
+    monkeypatch: pytest.MonkeyPatch, armed_environment: Path, tmp_path: Path
+) -> None:
+    """Newer engines leave the record of arguments as the user gave them, and publish apart what
+    they made of it."""
+
+    def leaf(name: str) -> Any:
+        if name not in resolved:
+            raise ValueError(f"{name!r} is not a config leaf (no namespace)")
+        return resolved[name]
+
+    resolved = {"chunked_prefill_size": 2048, "dp_size": 1, "attn_dp_size": 2, "pp_size": 1}
+    context = SimpleNamespace(get_context=lambda: SimpleNamespace(config_leaf=leaf))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setattr(engine, "_parallel_context", lambda: SimpleNamespace(attn_dp_rank=1))
+    runner = make_runner(
+        tmp_path, chunked_prefill_size=None, dp_size=2, attn_dp_size=1, enable_dp_attention=True
+    )
+    facts = engine.read_facts(runner)
+    assert (facts.chunked_prefill_size, facts.max_forward_rows) == (2048, 2048)
+    assert (facts.dp_size, facts.shares_forward) == (2, True)
+    assert (facts.port, facts.radix_cache) == (30000, False)  # none of the context's
+    # What this release does not know is not asked for, and so is not taken to be set.
+    resolved["enable_pdmux"] = True
+    assert engine.refusals(runner) == []
+    # Defaults that the engine fills in are seen.
+    config = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+    record = engine.Settings(SimpleNamespace(cuda_graph_config=None))
+    resolved["cuda_graph_config"] = config
+    assert "breakable" in str(engine._prefill_graphs(record, torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"skip_server_warmup": True}, "drop --skip-server-warmup"),
+        ({"dp_size": 2, "enable_dp_attention": True}, "drop --enable-dp-attention"),
+        ({}, "FakeLayer.forward takes no hidden_states"),
+    ],
+)
+def test_a_model_without_setter_is_refused_where_hooks_cannot_be_proven_right(
+    args: dict[str, Any],
+    reason: str,
+    armed_environment: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FakeLayer(torch.nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return x
+
+    monkeypatch.delattr(FakeForCausalLM, "set_eagle3_layers_to_capture")
+    monkeypatch.setattr(
+        engine, "_parallel_context", lambda: SimpleNamespace(attn_dp_rank=0, dp_rank=0)
+    )
+    runner = make_runner(tmp_path, **args)
+    runner.model.model.layers_to_capture = None
+    runner.model.model.layers = torch.nn.ModuleList(FakeLayer(1, 1) for _ in range(8))
+    plugin._after_load_model(None, runner)
+    failed = json.loads((armed_environment / "boot" / "0" / FAILED_NAME).read_bytes())
+    assert reason in failed["reason"]
+    assert "forward" not in vars(runner.model.model)
+
+
+class FakeAudit:
+    """Decides when it is told to."""
+
+    last: FakeAudit
+
+    def __init__(self, parts: Any, *, must_prove: bool, right: Any, wrong: Any) -> None:
+        self.must_prove, self.right, self.wrong = must_prove, right, wrong
+        FakeAudit.last = self
+
+
+def test_points_without_a_setter_are_announced_when_they_are_proven(
+    armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FakeForCausalLM, "set_eagle3_layers_to_capture")
+    monkeypatch.setattr(proof, "PointsAudit", FakeAudit)
+    plugin._after_load_model(None, make_runner(tmp_path))
+    home = armed_environment / "boot" / "0"
+    assert FakeAudit.last.must_prove
+    assert not (home / READY_NAME).exists()
+    FakeAudit.last.right()
+    ready = decode_ready((home / READY_NAME).read_bytes())
+    assert (ready.capture_method, ready.boundaries) == ("layers_to_capture", (2, 4, 5))
+
+
+def test_points_that_are_found_wrong_are_taken_back(
+    armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "PointsAudit", FakeAudit)
+    plugin._after_load_model(None, make_runner(tmp_path))
+    home = armed_environment / "boot" / "0"
+    assert decode_ready((home / READY_NAME).read_bytes()).capture_method == arm.SETTER
+    assert not FakeAudit.last.must_prove
+    FakeAudit.last.right()  # changes nothing
+    FakeAudit.last.wrong("one layer off", None)
+    assert json.loads((home / FAILED_NAME).read_bytes())["reason"] == "one layer off"
+    assert not (home / READY_NAME).exists()
 
 
 def test_other_ranks_arm_and_write_nothing(

@@ -1,0 +1,200 @@
+"""Everything of SGLang that the plugin relies on: one table, release by release.
+
+`engine.py` looks these names up while the server runs; the tests look for every one of them in the
+wheels of all supported releases, without importing or starting anything. Both sides are held to the
+table: a test compares it with the names that engine.py asks for.
+
+A place is `module`, `module:name`, `module:Class.attribute` or `module:Class.method`. A target with
+several places has moved between releases, and is there when any one of them is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+#: Releases of SGLang that are supported, oldest first; any newer one is taken to be.
+RELEASES: Final = (
+    "0.5.11",
+    "0.5.12", "0.5.12.post1",
+    "0.5.13", "0.5.13.post1",
+    "0.5.14",
+    "0.5.15", "0.5.15.post1",
+    "0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One thing that must be there."""
+
+    places: tuple[str, ...]
+    why: str
+    parameters: tuple[str, ...] = ()  # its first ones, without self and cls
+    value: str | None = None  # of a constant
+    calls: str | None = None  # the function that its body must call
+    since: str = RELEASES[0]  # first release that has it
+    until: str | None = None  # first release without it; a name that goes unannounced is an error
+
+
+#: What `register_after` hooks.
+LOAD_MODEL: Final = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+INIT_FORWARD_BATCH: Final = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+
+_RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+_BATCH = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
+_MODE = "sglang.srt.model_executor.forward_batch_info:ForwardMode"
+_MODEL_CONFIG = "sglang.srt.configs.model_config:ModelConfig"
+_ARGS = "sglang.srt.server_args:ServerArgs"
+_CONTEXT = "sglang.srt.runtime_context"
+_PARALLEL = f"{_CONTEXT}:ParallelContext"
+_PARALLEL_FIELDS = "sglang.srt.arg_groups.fields.parallel:Parallel"
+_DP_ATTENTION = "sglang.srt.layers.dp_attention"
+_SCHEDULE = "sglang.srt.managers.schedule_batch"
+
+_LOADING = (
+    Target(
+        places=("sglang.srt.plugins:GENERAL_PLUGINS_GROUP",),
+        value="sglang.srt.plugins",
+        why="the entry-point group that our package names",
+    ),
+    Target(
+        places=("sglang.srt.managers.scheduler:run_scheduler_process",),
+        calls="load_plugins",
+        why="each scheduler process loads us before it makes its model runner",
+    ),
+    Target(
+        places=("sglang.srt.plugins.hook_registry:HookRegistry.register",),
+        parameters=("target", "hook", "hook_type"),
+        why="how our hooks get there",
+    ),
+    Target(places=("sglang.srt.plugins.hook_registry:HookType.AFTER",), why="their kind"),
+    Target(places=(f"{_RUNNER}.load_model",), why="hooked: arms the loaded model"),
+    Target(
+        places=(f"{_BATCH}.init_new",),
+        parameters=("batch", "model_runner"),
+        why="hooked: keeps the prompts' lengths",
+    ),
+    Target(places=("sglang.version:__version__", "sglang._version:__version__"), why="told"),
+)
+
+_RUNNER_AND_MODEL = (
+    Target(places=(f"{_RUNNER}.server_args",), why="the settings"),
+    Target(places=(f"{_RUNNER}.model_config",), why="shapes and dtype"),
+    Target(places=(f"{_RUNNER}.model",), why="what is armed"),
+    Target(places=(f"{_RUNNER}.is_draft_worker",), why="drafters are left alone"),
+    Target(places=(f"{_MODEL_CONFIG}.hf_text_config",), why="layers and hidden size"),
+    Target(places=(f"{_MODEL_CONFIG}.hf_config",), why="the digest of a model without a folder"),
+    Target(places=(f"{_MODEL_CONFIG}.dtype",), why="the dtype of the states"),
+    Target(places=(f"{_MODEL_CONFIG}.vocab_size",), why="told"),
+    Target(places=(f"{_MODEL_CONFIG}.quantization",), why="told"),
+    Target(
+        places=(
+            f"{_PARALLEL}.attn_tp_rank",
+            f"{_PARALLEL_FIELDS}.attn_tp_rank",
+            f"{_DP_ATTENTION}:get_attention_tp_rank",
+        ),
+        why="which rank writes",
+    ),
+    Target(
+        places=(
+            f"{_PARALLEL}.attn_dp_rank",
+            f"{_PARALLEL_FIELDS}.attn_dp_rank",
+            f"{_DP_ATTENTION}:get_attention_dp_rank",
+        ),
+        why="which attention group a rank is of",
+    ),
+    Target(places=(f"{_CONTEXT}:get_parallel",), since="0.5.14", why="the ranks of this process"),
+    Target(
+        places=(f"{_RUNNER}.dp_rank", f"{_RUNNER}.ps", f"{_PARALLEL_FIELDS}.dp_rank"),
+        since="0.5.12",  # before, nobody kept it: the first free number is taken
+        why="which replica a process is of",
+    ),
+    Target(
+        places=("sglang.srt.layers.layer_boundary",),
+        since="0.5.21",
+        why="engines with it can capture before the first layer",
+    ),
+)
+
+_FORWARD = (
+    *(
+        Target(places=(f"{_BATCH}.{name}",), why=why)
+        for name, why in (
+            ("forward_mode", "tells prefill from decode"),
+            ("_original_forward_mode", "tells batches that are only dressed as prefill"),
+            ("rids", "whose rows they are"),
+            ("input_ids", "the token of each row"),
+            ("extend_seq_lens_cpu", "rows of each request"),
+            ("extend_prefix_lens_cpu", "tokens before them"),
+            ("is_extend_in_batch", "does any data-parallel rank prefill"),
+        )
+    ),
+    Target(
+        places=(
+            f"{_BATCH}.num_token_non_padded_cpu",
+            f"{_BATCH}.global_num_token_non_padded_cpu",
+        ),
+        why="rows before padding",
+    ),
+    *(Target(places=(f"{_MODE}.{name}",), why="a prefill") for name in ("EXTEND", "MIXED")),
+    *(Target(places=(f"{_MODE}.{name}",), why="not a prefill") for name in ("DECODE", "IDLE")),
+    Target(
+        places=(f"{_SCHEDULE}:ScheduleBatch.reqs", f"{_SCHEDULE}:ModelWorkerBatch.reqs"),
+        why="the requests of a batch",
+    ),
+    Target(places=(f"{_SCHEDULE}:Req.origin_input_ids",), why="the length of a prompt"),
+)
+
+
+def _setting(name: str, why: str, *, since: str = RELEASES[0], until: str | None = None) -> Target:
+    return Target(places=(f"{_ARGS}.{name}",), why=why, since=since, until=until)
+
+
+_SETTINGS = (
+    # The record became what the user typed; what the engine made of it is asked for by name.
+    Target(
+        places=(f"{_CONTEXT}:RuntimeContext.config_leaf",),
+        parameters=("name",),
+        since="0.5.18",
+        why="a setting as the engine resolved it",
+    ),
+    Target(places=(f"{_CONTEXT}:get_context",), since="0.5.18", why="the owner of the settings"),
+    *(
+        _setting(name, "told, or a size of ours")
+        for name in (
+            "host", "port", "model_path", "tp_size", "dp_size", "chunked_prefill_size",
+            "max_prefill_tokens", "disable_radix_cache", "quantization", "kv_cache_dtype",
+        )
+    ),
+    _setting("enable_dp_attention", "ranks share a forward"),
+    _setting("attn_dp_size", "attention groups, apart from replicas", since="0.5.22"),
+    *(
+        _setting(name, "refused")
+        for name in (
+            "pp_size", "speculative_algorithm", "enable_two_batch_overlap", "enable_pdmux",
+            "enable_torch_compile", "dllm_algorithm", "attn_cp_size",
+        )
+    ),
+    _setting("enable_nsa_prefill_context_parallel", "refused", until="0.5.13"),
+    _setting("enable_dsa_prefill_context_parallel", "refused", since="0.5.13", until="0.5.20"),
+    _setting("enable_prefill_context_parallel", "refused", until="0.5.20"),
+    _setting("enable_prefill_cp", "refused", since="0.5.14"),
+    _setting("enable_return_aux_hidden_states", "refused", since="0.5.23"),
+    _setting("aux_hidden_state_capture", "refused", since="0.5.23"),
+    _setting("disable_piecewise_cuda_graph", "prefill graphs are refused", until="0.5.14"),
+    _setting("cuda_graph_config", "prefill graphs are refused", since="0.5.14"),
+    Target(
+        places=("sglang.srt.model_executor.cuda_graph_config:CudaGraphConfig.prefill",),
+        since="0.5.14",
+        why="prefill graphs are refused",
+    ),
+    Target(
+        places=("sglang.srt.model_executor.cuda_graph_config:PhaseConfig.backend",),
+        since="0.5.14",
+        why="prefill graphs are refused",
+    ),
+    _setting("skip_server_warmup", "refused where the warm-up is the proof"),
+)  # fmt: skip
+
+TARGETS: Final[tuple[Target, ...]] = (*_LOADING, *_RUNNER_AND_MODEL, *_FORWARD, *_SETTINGS)
