@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -156,6 +157,35 @@ def proof_refusals(runner: Any) -> list[str]:
             "under DP attention a rank may see no row of the warm-up: drop --enable-dp-attention"
         )
     return reasons
+
+
+def reduction_refusal(runner: Any, layer: Any) -> str | None:
+    """Why the engine's capture in front of `layer` would store sums that are not added up over the
+    ranks yet, or None when it would not.
+
+    With fused all-reduce a layer leaves its sum to the next one's norm. Models that capture within
+    the layer take it from there; those that capture between two layers take it too early. Newer
+    engines know what a layer owes.
+    """
+    settings = Settings(_get(runner, "server_args"))
+    is_fused = (
+        settings.get("flashinfer_allreduce_fusion_backend")
+        or settings.get("enable_flashinfer_allreduce_fusion")
+        or settings.get("enable_aiter_allreduce_fusion")
+    )
+    communicator = getattr(layer, "layer_communicator", None)
+    if (
+        int(settings.need("tp_size")) == 1
+        or not is_fused
+        or not hasattr(communicator, "should_fuse_mlp_allreduce_with_next_layer")
+        or "captured_last_layer_outputs" in inspect.signature(layer.forward).parameters
+    ):
+        return None
+    return (
+        f"SGLang {version()} captures {type(layer).__name__} before its fused all-reduce: start "
+        "the server with --enforce-disable-flashinfer-allreduce-fusion (and without "
+        "--enable-aiter-allreduce-fusion)"
+    )
 
 
 def _prefill_graphs(settings: Settings, device: torch.device) -> str | None:

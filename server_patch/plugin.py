@@ -115,6 +115,9 @@ class _Rank:
                 f"SGLang {self.facts.engine_version} cannot capture boundary 0, the embeddings: "
                 "leave it out"
             )
+        reason = engine.reduction_refusal(self.runner, parts.inner.layers[boundaries[-1]])
+        if reason is not None:
+            raise engine.EngineError(reason)
         self._begin(parts, arm.arm(parts, boundaries))
 
     def _prove(self, parts: Parts, boundaries: tuple[int, ...]) -> None:

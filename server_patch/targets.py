@@ -194,6 +194,22 @@ _SETTINGS = (
         since="0.5.14",
         why="prefill graphs are refused",
     ),
+    _setting("enable_flashinfer_allreduce_fusion", "sums left to the next layer"),
+    _setting("flashinfer_allreduce_fusion_backend", "the same", since="0.5.14"),
+    _setting("enable_aiter_allreduce_fusion", "the same"),
+    Target(
+        places=(
+            "sglang.srt.layers.communicator:"
+            "LayerCommunicator.should_fuse_mlp_allreduce_with_next_layer",
+        ),
+        until="0.5.21",
+        why="layers that may leave their sum to the next one",
+    ),
+    Target(
+        places=("sglang.srt.models.gpt_oss:GptOssDecoderLayer.layer_communicator",),
+        until="0.5.21",
+        why="the owner of that",
+    ),
     _setting("skip_server_warmup", "refused where the warm-up is the proof"),
 )  # fmt: skip
 

@@ -274,6 +274,51 @@ def test_a_model_without_setter_is_refused_where_hooks_cannot_be_proven_right(
     assert "forward" not in vars(runner.model.model)
 
 
+class LayerThatOwes(torch.nn.Linear):
+    """Its all-reduce may be left to the next layer's norm."""
+
+    layer_communicator = SimpleNamespace(should_fuse_mlp_allreduce_with_next_layer=lambda: True)
+
+    def forward(self, positions: Any, hidden_states: Any) -> Any:
+        return hidden_states
+
+
+class LayerThatCaptures(LayerThatOwes):
+    def forward(
+        self, positions: Any, hidden_states: Any, captured_last_layer_outputs: Any = None
+    ) -> Any:
+        return hidden_states
+
+
+@pytest.mark.parametrize(
+    ("layer", "args", "is_refused"),
+    [
+        (LayerThatOwes, {"enable_flashinfer_allreduce_fusion": True}, True),
+        (LayerThatOwes, {"flashinfer_allreduce_fusion_backend": "auto"}, True),
+        (LayerThatOwes, {"enable_aiter_allreduce_fusion": True}, True),
+        (LayerThatOwes, {"flashinfer_allreduce_fusion_backend": "auto", "tp_size": 1}, False),
+        (LayerThatOwes, {"enable_flashinfer_allreduce_fusion": False}, False),
+        (LayerThatCaptures, {"flashinfer_allreduce_fusion_backend": "auto"}, False),
+        (torch.nn.Linear, {"flashinfer_allreduce_fusion_backend": "auto"}, False),
+    ],
+)
+def test_a_capture_before_a_fused_all_reduce_is_refused(
+    layer: type[torch.nn.Linear],
+    args: dict[str, Any],
+    is_refused: bool,
+    armed_environment: Path,
+    tmp_path: Path,
+) -> None:
+    runner = make_runner(tmp_path, **{"tp_size": 2, **args})
+    runner.model.model.layers = torch.nn.ModuleList(layer(1, 1) for _ in range(8))
+    plugin._after_load_model(None, runner)
+    home = armed_environment / "boot" / "0"
+    assert (home / READY_NAME).exists() is not is_refused
+    if is_refused:
+        reason = json.loads((home / FAILED_NAME).read_bytes())["reason"]
+        assert "--enforce-disable-flashinfer-allreduce-fusion" in reason
+
+
 class FakeAudit:
     """Decides when it is told to."""
 
