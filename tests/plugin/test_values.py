@@ -135,7 +135,7 @@ def test_host_memory_does_not_grow_with_the_requests(case: Case, serving: Servin
     if case.chunk != -1:
         pytest.skip("the server that takes whole prompts is the fastest")
     command = [
-        sys.executable, "-m", "benchmarks.host_memory",
+        sys.executable, "-m", "benchmarks.memory",
         "--server", serving.url, "--dump-dir", serving.root, "--requests", "1000",
     ]  # fmt: skip
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

@@ -1,12 +1,13 @@
-"""Whether the plugin's host memory stays flat: private memory of a server's processes by requests.
+"""Whether the plugin's memory stays flat: what a server's processes hold, by requests.
 
-    python -m benchmarks.host_memory --server URL --dump-dir ROOT [--requests 10000]
+    python -m benchmarks.memory --server URL --dump-dir ROOT [--requests 10000]
 
 Sends random prompts to a running server with the plugin, removes the dumps as they appear, and
 prints what the scheduler and its writer processes hold after some thousands of requests, each row
 with its growth since the first. Private memory (USS) is what would be freed if the process ended:
 the shared ring and the engine's libraries do not hide a leak in it. Exit status 1 if the processes
 of a kind grew by more than a hundredth of what was dumped meanwhile and 4 MB, which come and go.
+Where there are GPUs, what is used on them is shown too: all of it, whoever uses it.
 
 A scheduler's figure is the engine's and ours together.
 """
@@ -40,14 +41,18 @@ class Reading:
     dump_bytes: int
     schedulers: int  # bytes, of all ranks
     writers: int  # bytes, of all ranks' writer processes
+    gpu: int | None  # bytes, used on all devices
 
     def line(self, first: Reading) -> str:
-        return (
+        shown = (
             f"{self.requests:7,d} requests, {self.dump_bytes / 1e9:6.2f} GB dumped: "
             f"schedulers {self.schedulers / 1e6:8.1f} MB "
             f"({(self.schedulers - first.schedulers) / 1e6:+6.1f}), "
             f"writers {self.writers / 1e6:6.1f} MB ({(self.writers - first.writers) / 1e6:+6.1f})"
         )
+        if self.gpu is not None and first.gpu is not None:
+            shown += f", GPU {self.gpu / 1e6:,.0f} MB ({(self.gpu - first.gpu) / 1e6:+.0f})"
+        return shown
 
 
 async def readings(
@@ -78,6 +83,7 @@ async def readings(
                     dump_bytes=sink.num_bytes,
                     schedulers=sum(private_bytes(rank.ready.pid) for rank in ranks),
                     writers=sum(map(private_bytes, writer_pids(ranks))),
+                    gpu=gpu_bytes(),
                 )
             )
             print(taken[-1].line(taken[0]), flush=True)
@@ -96,6 +102,20 @@ def writer_pids(ranks: Sequence[Rank]) -> Iterator[int]:
 
 def private_bytes(pid: int) -> int:
     return int(psutil.Process(pid).memory_full_info().uss)
+
+
+def gpu_bytes() -> int | None:
+    try:
+        import torch
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    used = 0
+    for device in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(device)
+        used += total - free
+    return used
 
 
 def main() -> None:
