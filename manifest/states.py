@@ -59,13 +59,18 @@ class Reason(StrEnum):
     BAD_ORDER = "bad_order"
     CONFLICTING_FIELDS = "conflicting_fields"
     UNSUPPORTED_FIELD = "unsupported_field"
+    BAD_TOOL_CALL = "bad_tool_call"
     BAD_INPUT_IDS = "bad_input_ids"
     BAD_LOSS_MASK = "bad_loss_mask"
     EMPTY_PROMPT = "empty_prompt"
     RENDER_FAILED = "render_failed"
     MASK_FAILED = "mask_failed"
+    THINKING_LOST = "thinking_lost"  # reasoning that was to be kept is not in the rendering
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     TOO_LONG = "too_long"
+    TOO_SHORT = "too_short"  # fewer tokens than --min-tokens
+    NO_SUPERVISION = "no_supervision"  # it has an answer, but no token of it is trained
+    DUPLICATE = "duplicate"  # an earlier row gives the same prompt (--on-duplicate skip)
     TOO_LARGE = "too_large"  # its dump alone exceeds what /dev/shm may hold
 
     REJECTED = "rejected"  # the server answered 4xx

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +15,29 @@ from prompts.types import RowError, RowReason
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where a text's tokens lie in it, as the tokenizer tells. Asked for only what is needed."""
+
+    all: Callable[[], Sequence[Span]]  # of each token
+    token_at: Callable[[int], int | None]  # the (first) token that a character lies in
+    of_token: Callable[[int], Span | None]  # of one token
+
+
+@dataclass(frozen=True, kw_only=True)
 class Encoding:
     """A text's tokens, and what is known about where they lie in it."""
 
     text: str
     ids: Sequence[int]  # [N]
-    offsets: Sequence[Span] | None  # [N] as the tokenizer gives them; None where it cannot
+    places: Places | None  # None where the tokenizer does not know
     encode_ids: Callable[[str], list[int]]  # what gave `ids` for `text`
+
+    @cached_property
+    def begins(self) -> npt.NDArray[np.int64]:
+        """[N]: the first character of each token. Raises `RowError` (mask_failed)."""
+        assert self.places is not None
+        return _token_begins(self.text, self.places.all())
 
 
 def mark_spans(encoding: Encoding, spans: Iterable[Span]) -> npt.NDArray[np.uint8]:
@@ -32,23 +48,33 @@ def mark_spans(encoding: Encoding, spans: Iterable[Span]) -> npt.NDArray[np.uint
     Raises `RowError` (mask_failed) where the tokens cannot be placed in the text with certainty.
     """
     mask = np.zeros(len(encoding.ids), dtype=np.uint8)
-    if encoding.offsets is None:
-        for start, end in spans:
-            mask[_count_before(encoding, start) : _count_before(encoding, end)] = 1
-        return mask
-    begins = _token_begins(encoding.text, encoding.offsets)
     for start, end in spans:
-        first, last = np.searchsorted(begins, (start, end), side="left")
-        mask[first:last] = 1
+        mask[_count_before(encoding, start) : _count_before(encoding, end)] = 1
     return mask
 
 
 def _count_before(encoding: Encoding, position: int) -> int:
-    """How many tokens the text before `position` has, proven to be the first ones of the whole."""
-    head = encoding.encode_ids(encoding.text[:position])
-    if head != list(encoding.ids[: len(head)]):
-        raise RowError(RowReason.MASK_FAILED, "a token may lie across the border of a turn")
-    return len(head)
+    """How many tokens begin before `position`."""
+    if encoding.places is None:
+        # The text before it alone must give the first tokens of the whole.
+        head = encoding.encode_ids(encoding.text[:position])
+        if head != list(encoding.ids[: len(head)]):
+            raise RowError(RowReason.MASK_FAILED, "a token may lie across the border of a turn")
+        return len(head)
+    if (count := _count_at_border(encoding.places, position)) is not None:
+        return count
+    return int(np.searchsorted(encoding.begins, position, side="left"))
+
+
+def _count_at_border(places: Places, position: int) -> int | None:
+    """The same where one token ends and the next begins exactly there: no other is looked at."""
+    token = places.token_at(position)
+    if not token:
+        return None
+    before, after = places.of_token(token - 1), places.of_token(token)
+    if before is None or after is None or before[1] != position or after[0] != position:
+        return None
+    return token
 
 
 def _token_begins(text: str, offsets: Sequence[Span]) -> npt.NDArray[np.int64]:

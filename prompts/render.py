@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -10,18 +11,29 @@ import numpy.typing as npt
 import orjson
 import xxhash
 
-from prompts.align import Encoding, mark_spans
-from prompts.dialects import Conversation, Ids, Item, decode_row, label_of, read_item
+from prompts.align import Encoding, Span, mark_spans
+from prompts.dialects import Ids, Item, Text, decode_row, label_of, read_item
 from prompts.inputs import RawRow
-from prompts.mask import assistant_spans
+from prompts.mask import Rendering, SpanFinder, without_thinking
+from prompts.options import DEFAULTS, ReadingOptions, Thinking
+from prompts.thinking import reasoning_of, with_reasoning_inlined, without_reasoning
 from prompts.tokenizer import ChatTokenizer
-from prompts.turns import Turn
-from prompts.types import BadRow, Prompt, RowError, RowReason
+from prompts.tools import tool_name
+from prompts.turns import Conversation, Turn
+from prompts.types import Alteration, BadRow, Prompt, RowError, RowReason
 
 #: What a digest says where there is nothing to digest.
 NO_DIGEST: Final = "none"
 
-Tokens = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
+
+@dataclass(frozen=True, kw_only=True)
+class _Tokens:
+    """What becomes of a row that can be used."""
+
+    input_ids: npt.NDArray[np.int32]  # [N]
+    loss_mask: npt.NDArray[np.uint8]  # [N]
+    alterations: frozenset[Alteration] = frozenset()
+    has_answer: bool = False
 
 
 class Renderer:
@@ -36,16 +48,48 @@ class Renderer:
     - Ids are taken as they are, with their mask, or with 1 throughout where they have none.
     """
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: Any = None, options: ReadingOptions = DEFAULTS) -> None:
         """`tokenizer`: a transformers tokenizer; without one only rows of ids give prompts."""
-        self._tokenizer = None if tokenizer is None else ChatTokenizer(tokenizer)
+        self.options = options
+        self._tokenizer: ChatTokenizer | None = None
+        self._finder: SpanFinder | None = None
+        if tokenizer is not None:
+            self._use(
+                ChatTokenizer(
+                    tokenizer,
+                    template=options.chat_template,
+                    template_kwargs=options.template_kwargs,
+                )
+            )
 
     @classmethod
-    def load(cls, path_or_name: str, *, trust_remote_code: bool = False) -> Renderer:
+    def load(
+        cls,
+        path_or_name: str,
+        options: ReadingOptions = DEFAULTS,
+        *,
+        trust_remote_code: bool = False,
+    ) -> Renderer:
         """With the tokenizer of a local model folder or a hub name. Raises `TokenizerError`."""
-        renderer = cls()
-        renderer._tokenizer = ChatTokenizer.load(path_or_name, trust_remote_code=trust_remote_code)
+        renderer = cls(options=options)
+        renderer._use(
+            ChatTokenizer.load(
+                path_or_name,
+                trust_remote_code=trust_remote_code,
+                template=options.chat_template,
+                template_kwargs=options.template_kwargs,
+            )
+        )
         return renderer
+
+    def _use(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._finder = SpanFinder(tokenizer)
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | None:
+        """What it renders with."""
+        return self._tokenizer
 
     @property
     def tokenizer_digest(self) -> str:
@@ -70,7 +114,7 @@ class Renderer:
         try:
             fields = decode_row(row.data)
             label = label_of(fields)
-            input_ids, loss_mask = self._tokens(read_item(fields))
+            tokens = self._tokens(read_item(fields, self.options), row.part)
         except RowError as exc:
             return BadRow(
                 ordinal=row.ordinal,
@@ -85,30 +129,162 @@ class Renderer:
             source=row.source,
             line=row.line,
             label=label,
-            input_ids=input_ids,
-            loss_mask=loss_mask,
+            part=row.part,
+            input_ids=tokens.input_ids,
+            loss_mask=tokens.loss_mask,
+            alterations=tuple(sorted(tokens.alterations)),
+            has_answer=tokens.has_answer,
         )
 
-    def _tokens(self, item: Item) -> Tokens:
+    def _tokens(self, item: Item, part: int | None) -> _Tokens:
         if isinstance(item, Ids):
             mask = item.loss_mask
-            return item.input_ids, _all_ones(item.input_ids) if mask is None else mask
-        if self._tokenizer is None:
+            return _Tokens(
+                input_ids=item.input_ids,
+                loss_mask=np.ones(item.input_ids.size, dtype=np.uint8) if mask is None else mask,
+            )
+        if self._tokenizer is None or self._finder is None:
             detail = "needs a tokenizer: pass --tokenizer"
             raise RowError(RowReason.RENDER_FAILED, detail)
-        if isinstance(item, Conversation):
-            return _conversation_tokens(self._tokenizer, item.turns)
-        ids = np.array(_encode(self._tokenizer, item.text).ids, dtype=np.int32)
-        return ids, _all_ones(ids)
+        if isinstance(item, Text):
+            ids = np.array(_encode(self._tokenizer, item.text).ids, dtype=np.int32)
+            return _Tokens(input_ids=ids, loss_mask=np.ones(ids.size, dtype=np.uint8))
+        if part is not None:
+            item = _up_to_answer(item, part)
+        return _ConversationReader(self._tokenizer, self._finder, self.options, item).tokens()
 
 
-def _conversation_tokens(tokenizer: ChatTokenizer, turns: Sequence[Turn]) -> Tokens:
-    generation_prompt = turns[-1].role != "assistant"
-    text = tokenizer.render(turns, generation_prompt=generation_prompt)
-    _check_complete(turns, text)
-    spans = assistant_spans(tokenizer, turns, text, generation_prompt=generation_prompt)
-    encoding = _encode(tokenizer, text)
-    return np.array(encoding.ids, dtype=np.int32), mark_spans(encoding, spans)
+def _up_to_answer(conversation: Conversation, part: int) -> Conversation:
+    """The conversation up to its assistant turn number `part`; whole where it has none."""
+    answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
+    if not answers:
+        return conversation
+    return replace(conversation, turns=conversation.turns[: answers[part] + 1])
+
+
+class _ConversationReader:
+    """Renders, checks and masks one conversation."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        finder: SpanFinder,
+        options: ReadingOptions,
+        conversation: Conversation,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._finder = finder
+        self._options = options
+        self._tools = conversation.tools
+        self._alterations = set(conversation.alterations)
+        self._turns = conversation.turns
+        if options.thinking is Thinking.DROP:
+            self._turns = tuple(map(without_reasoning, self._turns))
+            if self._turns != conversation.turns:
+                self._alterations.add(Alteration.THINKING_DROPPED)
+
+    def tokens(self) -> _Tokens:
+        rendering = self._rendering(self._turns)
+        answers = rendering.answers
+        thoughtful = [index for index in answers if reasoning_of(rendering.turns[index])]
+        trained = answers[-1:] if self._options.trains_last_only else answers
+        located = sorted({*trained, *thoughtful})
+        spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
+        hidden = _hidden(rendering, thoughtful, spans)
+        if lost := [index for index in hidden if self._must_show(index, answers)]:
+            rendering = self._inlined(rendering, lost)
+            spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
+            hidden = _hidden(rendering, thoughtful, spans)
+            if lost := [index for index in hidden if self._must_show(index, answers)]:
+                detail = f"turn {lost[0]} (assistant): the template leaves its reasoning out"
+                raise RowError(RowReason.THINKING_LOST, detail)
+        # What is hidden of an expanded row's history is hidden at inference as well.
+        if hidden and self._options.thinking is not Thinking.EXPAND:
+            self._alterations.add(Alteration.THINKING_HIDDEN)
+        marked = [
+            spans[index]
+            if self._options.train_thinking
+            else without_thinking(rendering, index, spans[index])
+            for index in trained
+        ]
+        encoding = _encode(self._tokenizer, rendering.text)
+        return _Tokens(
+            input_ids=np.array(encoding.ids, dtype=np.int32),
+            loss_mask=mark_spans(encoding, marked),
+            alterations=frozenset(self._alterations),
+            has_answer=bool(trained),
+        )
+
+    def _must_show(self, index: int, answers: Sequence[int]) -> bool:
+        if self._options.thinking is Thinking.KEEP:
+            return True
+        return self._options.thinking is Thinking.EXPAND and index == answers[-1]
+
+    def _rendering(self, turns: Sequence[Turn]) -> Rendering:
+        generation_prompt = turns[-1].role != "assistant"
+        text = self._tokenizer.render(turns, generation_prompt=generation_prompt, tools=self._tools)
+        rendering = Rendering(
+            tokenizer=self._tokenizer,
+            turns=turns,
+            tools=self._tools,
+            text=text,
+            generation_prompt=generation_prompt,
+        )
+        self._check_complete(rendering)
+        return rendering
+
+    def _inlined(self, rendering: Rendering, indices: Iterable[int]) -> Rendering:
+        """The same with the reasoning of those turns as a block in their content."""
+        turns = list(rendering.turns)
+        for index in indices:
+            turns[index] = with_reasoning_inlined(turns[index])
+        if turns != list(rendering.turns):
+            self._alterations.add(Alteration.THINKING_INLINED)
+        return self._rendering(tuple(turns))
+
+    def _check_complete(self, rendering: Rendering) -> None:
+        """Raises `RowError` where the template left out something that is not an answer.
+
+        Templates skip roles and tools that they do not know without a word. System turns may be
+        moved to the front; a tool's answer may be written as a JSON string. What the assistant
+        says and calls: `prompts.mask`.
+        """
+        text, form = rendering.text, self._tokenizer.form
+        for tool in self._tools:
+            if tool_name(tool) not in text:
+                detail = "tool definitions are not in the rendering: the template left them out"
+                raise RowError(RowReason.RENDER_FAILED, detail)
+        position = 0
+        for index, turn in enumerate(rendering.turns):
+            if turn.role == "assistant":
+                if turn.tool_calls and not form.takes_tool_calls:
+                    detail = f"turn {index} (assistant): the template does not write tool calls"
+                    raise RowError(RowReason.RENDER_FAILED, detail)
+                for call in turn.tool_calls:
+                    if call.text is not None and not form.arguments_as_text:
+                        self._alterations.add(Alteration.ARGUMENTS_PARSED)
+                    if call.text is None and form.arguments_as_text:
+                        self._alterations.add(Alteration.ARGUMENTS_WRITTEN)
+                continue
+            content = turn.content.strip()
+            found = text.find(content, 0 if turn.role == "system" else position)
+            if found < 0 and turn.role == "tool":
+                content = orjson.dumps(content).decode()[1:-1]
+                found = text.find(content, position)
+            if found < 0:
+                detail = f"turn {index} ({turn.role}) is not in the rendering: "
+                raise RowError(RowReason.RENDER_FAILED, f"{detail}the template left it out")
+            if turn.role != "system":
+                position = found + len(content)
+
+
+def _hidden(rendering: Rendering, indices: Iterable[int], spans: dict[int, Span]) -> list[int]:
+    """The turns whose reasoning the rendering does not show."""
+    return [
+        index
+        for index in indices
+        if reasoning_of(rendering.turns[index]) not in rendering.text[slice(*spans[index])]
+    ]
 
 
 def _encode(tokenizer: ChatTokenizer, text: str) -> Encoding:
@@ -121,29 +297,3 @@ def _encode(tokenizer: ChatTokenizer, text: str) -> Encoding:
         )
         raise RowError(RowReason.RENDER_FAILED, detail)
     return encoding
-
-
-def _check_complete(turns: Sequence[Turn], text: str) -> None:
-    """Raises `RowError` where the template left out a turn that is not the assistant's.
-
-    Templates skip roles that they do not know without a word. System turns may be moved to the
-    front; a tool's answer may be written as a JSON string. The assistant's turns: `prompts.mask`.
-    """
-    position = 0
-    for index, turn in enumerate(turns):
-        content = turn.content.strip()
-        if turn.role == "assistant":
-            continue
-        found = text.find(content, 0 if turn.role == "system" else position)
-        if found < 0 and turn.role == "tool":
-            content = orjson.dumps(content).decode()[1:-1]
-            found = text.find(content, position)
-        if found < 0:
-            detail = f"turn {index} ({turn.role}) is not in the rendering: the template left it out"
-            raise RowError(RowReason.RENDER_FAILED, detail)
-        if turn.role != "system":
-            position = found + len(content)
-
-
-def _all_ones(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-    return np.ones(ids.size, dtype=np.uint8)

@@ -7,37 +7,71 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
 import orjson
 import xxhash
 
-from prompts.align import Encoding, Span
-from prompts.turns import Turn
+from prompts.align import Encoding, Places, Span
+from prompts.messages import (
+    PROBE_IDS,
+    PROBE_THOUGHT,
+    TOOL_FORMS,
+    MessageForm,
+    as_messages,
+    probe_turns,
+    shows_tool_call,
+)
+from prompts.turns import REASONING_KEYS, Turn
 from prompts.types import RowError, RowReason, TokenizerError
 
 GENERATION_BLOCK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: How much of a template's own complaint a row's detail repeats.
 MAX_COMPLAINT: Final = 160
+#: Where a tokenizer's own ways would show: spaces, control tokens, several bytes, line breaks.
+_SAMPLE: Final = "Hello,  world\n\n é漢🙂 1234 def f(x):\n\treturn x"
 
 
 class ChatTokenizer:
     """Renders turns to text and text to tokens, adding no special token of its own."""
 
-    def __init__(self, hf_tokenizer: Any) -> None:
-        """`hf_tokenizer`: of transformers. Raises `TokenizerError` if jinja2 is missing."""
+    def __init__(
+        self,
+        hf_tokenizer: Any,
+        *,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`hf_tokenizer`: of transformers. Raises `TokenizerError` if jinja2 is missing.
+
+        `template` replaces the model's own; `template_kwargs` are handed to it by name.
+        """
         self._hf = hf_tokenizer
         # Only the tokenizers library says where in a text its tokens lie.
         self._is_fast = bool(getattr(hf_tokenizer, "is_fast", False))
-        self.template = _template_of(hf_tokenizer)
+        self.template = _template_of(hf_tokenizer) if template is None else template
+        self._kwargs = dict(template_kwargs or {})
         self.has_generation_blocks = bool(GENERATION_BLOCK.search(self.template or ""))
         #: What asking for a generation prompt adds: the header of an assistant turn, or nothing.
-        self.generation_prompt = "" if self.template is None else self._probe()
+        self.generation_prompt = ""
+        self._form = MessageForm()
+        if self.template is not None:
+            self.generation_prompt = self._probe()
+            self._form = self._probed_form()
+        self._encode_fast = self._backend() if self._is_fast else None
 
     @classmethod
-    def load(cls, path_or_name: str, *, trust_remote_code: bool = False) -> ChatTokenizer:
+    def load(
+        cls,
+        path_or_name: str,
+        *,
+        trust_remote_code: bool = False,
+        template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
             raise TokenizerError(f"{path_or_name}: no such folder: name the model's folder")
@@ -58,7 +92,7 @@ class ChatTokenizer:
         if not hf_tokenizer("Hello", add_special_tokens=False)["input_ids"]:
             remedy = "check that its tokenizer files (tokenizer.json, ...) are there"
             raise TokenizerError(f"{path_or_name}: the tokenizer knows no words: {remedy}")
-        return cls(hf_tokenizer)
+        return cls(hf_tokenizer, template=template, template_kwargs=template_kwargs)
 
     def __len__(self) -> int:
         """The vocabulary size, added tokens included."""
@@ -69,6 +103,20 @@ class ChatTokenizer:
         """The token that begins a text, if the model has one."""
         token_id = self._hf.bos_token_id
         return None if token_id is None else int(token_id)
+
+    @property
+    def form(self) -> MessageForm:
+        """What the chat template takes."""
+        return self._form
+
+    @cached_property
+    def control_tokens(self) -> tuple[str, ...]:
+        """The texts of all tokens that stand for themselves, the longest first."""
+        added = getattr(self._hf, "added_tokens_decoder", {})
+        texts = {str(token) for token in added.values()} | set(
+            map(str, self._hf.all_special_tokens)
+        )
+        return tuple(sorted(filter(None, texts), key=len, reverse=True))
 
     @cached_property
     def digest(self) -> str:
@@ -89,21 +137,43 @@ class ChatTokenizer:
         }
         return xxhash.xxh3_128_hexdigest(orjson.dumps(state, option=orjson.OPT_SORT_KEYS))
 
-    def render(self, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
+    def render(
+        self, turns: Sequence[Turn], *, generation_prompt: bool, tools: Sequence[Any] = ()
+    ) -> str:
         """The turns as the model's chat template writes them. Raises `RowError` (render_failed)."""
+        return self._render(turns, self._form, generation_prompt=generation_prompt, tools=tools)
+
+    def _render(
+        self,
+        turns: Sequence[Turn],
+        form: MessageForm,
+        *,
+        generation_prompt: bool = False,
+        tools: Sequence[Any] = (),
+    ) -> str:
         if self.template is None:
             detail = "the model has no chat template: give text or input_ids rows"
             raise RowError(RowReason.RENDER_FAILED, detail)
         try:
             text = self._hf.apply_chat_template(
-                _messages(turns), tokenize=False, add_generation_prompt=generation_prompt
+                as_messages(turns, form),
+                tools=list(tools) or None,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._kwargs,
             )
         except Exception as exc:  # a template is a program: it can raise anything
             raise RowError(RowReason.RENDER_FAILED, f"chat template: {_complaint(exc)}") from exc
         return str(text)
 
     def generation_spans(
-        self, turns: Sequence[Turn], text: str, *, generation_prompt: bool
+        self,
+        turns: Sequence[Turn],
+        text: str,
+        *,
+        generation_prompt: bool,
+        tools: Sequence[Any] = (),
     ) -> list[Span]:
         """What the template's `{% generation %}` blocks wrote in `text`, the rendering of `turns`.
 
@@ -114,11 +184,12 @@ class ChatTokenizer:
         # Not the mask that `apply_chat_template` returns: that ends, without a word, at the first
         # block that begins with a space, as trimmed offsets leave that space to no token.
         texts, spans = render_jinja_template(
-            conversations=[_messages(turns)],
+            conversations=[as_messages(turns, self._form)],
+            tools=list(tools) or None,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
             add_generation_prompt=generation_prompt,
-            **self._hf.special_tokens_map,
+            **{**self._hf.special_tokens_map, **self._kwargs},
         )
         if texts[0] != text:
             detail = "the tokenizer's class renders differently from its chat template"
@@ -127,41 +198,81 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> Encoding:
         """Tokenises the text, adding no special tokens."""
-        if not self._is_fast:
+        if self._encode_fast is None:
             ids = self._encode_ids(text)
-            return Encoding(text=text, ids=ids, offsets=None, encode_ids=self._encode_ids)
-        encoded = self._hf(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
+            return Encoding(text=text, ids=ids, places=None, encode_ids=self._encode_ids)
+        encoded = self._encode_fast(text)
+        places = Places(
+            all=lambda: encoded.offsets,
+            token_at=encoded.char_to_token,
+            of_token=encoded.token_to_chars,
         )
-        return Encoding(
-            text=text,
-            ids=encoded["input_ids"],
-            offsets=encoded["offset_mapping"],
-            encode_ids=self._encode_ids,
+        return Encoding(text=text, ids=encoded.ids, places=places, encode_ids=self._encode_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, control tokens included."""
+        text = self._hf.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
     def _encode_ids(self, text: str) -> list[int]:
         return list(self._hf(text, add_special_tokens=False, verbose=False)["input_ids"])
 
+    def _backend(self) -> Callable[[str], Any]:
+        """The tokenizers library itself, where transformers adds nothing of its own to it."""
+        backend = self._hf.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+
+        def encode(text: str) -> Any:
+            return backend.encode(text, add_special_tokens=False)
+
+        sample = _SAMPLE + "".join(self.control_tokens[:64])
+        if encode(sample).ids == self._encode_ids(sample):
+            return encode
+
+        def encode_slowly(text: str) -> Any:
+            return self._hf(text, add_special_tokens=False, verbose=False).encodings[0]
+
+        return encode_slowly
+
     def _probe(self) -> str:
         turns = [Turn(role="user", content="Hi")]
         try:
-            opened = self.render(turns, generation_prompt=True)
-            closed = self.render(turns, generation_prompt=False)
+            opened = self._render(turns, MessageForm(), generation_prompt=True)
+            closed = self._render(turns, MessageForm())
         except RowError as exc:
             if isinstance(exc.__cause__, ImportError):
                 raise TokenizerError(f"chat templates need jinja2: {exc.__cause__}") from exc
             return ""  # this template may still render real rows
         return opened.removeprefix(closed) if opened != closed else ""
 
+    def _probed_form(self) -> MessageForm:
+        """Try what a template may take until its rendering shows it; cheap, once a tokenizer."""
+        form = next(filter(self._shows_tool_call, TOOL_FORMS), MessageForm())
+        for key in REASONING_KEYS:
+            trial = replace(form, reasoning_key=key)
+            turns = [
+                Turn(role="user", content="Hi"),
+                Turn(role="assistant", content="Hello", reasoning=PROBE_THOUGHT),
+            ]
+            if PROBE_THOUGHT in self._trial(turns, trial):
+                return trial
+        return form
 
-def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
-    return [{"role": turn.role, "content": turn.content} for turn in turns]
+    def _shows_tool_call(self, form: MessageForm) -> bool:
+        texts = [self._trial(probe_turns(call_id), form) for call_id in PROBE_IDS]
+        plain = self._trial([Turn(role="user", content="Hi")], form)
+        return any(
+            shows_tool_call(text) and text.count("None") <= plain.count("None") for text in texts
+        )
+
+    def _trial(self, turns: Sequence[Turn], form: MessageForm) -> str:
+        try:
+            return self._render(turns, form)
+        except RowError:
+            return ""
 
 
 def _template_of(hf_tokenizer: Any) -> str | None:

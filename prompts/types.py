@@ -10,7 +10,7 @@ RowError         one row gives no prompt; caught inside the package and handed o
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -39,8 +39,10 @@ class RowReason(StrEnum):
     BAD_ORDER = "bad_order"
     #: Two fields that mean the same thing disagree.
     CONFLICTING_FIELDS = "conflicting_fields"
-    #: A field that changes the prompt and that we cannot render (tool calls, reasoning, images).
+    #: A field that changes the prompt and that we cannot render (images and other media).
     UNSUPPORTED_FIELD = "unsupported_field"
+    #: Tool calls or tool definitions that cannot be understood; arguments that are no JSON object.
+    BAD_TOOL_CALL = "bad_tool_call"
     #: `input_ids` is not a flat list of integers in [0, 2**31).
     BAD_INPUT_IDS = "bad_input_ids"
     #: `loss_mask` is not a list of 0 and 1, one for each id.
@@ -51,6 +53,38 @@ class RowReason(StrEnum):
     RENDER_FAILED = "render_failed"
     #: The assistant turns cannot be located in the rendering with certainty.
     MASK_FAILED = "mask_failed"
+    #: Reasoning that was to be kept is not in the rendering.
+    THINKING_LOST = "thinking_lost"
+
+
+class Alteration(StrEnum):
+    """What was changed on the way from a row to its prompt. Closed, counted, kept in the manifest.
+
+    The row still gave a prompt; these say in which way it is not the row as it was written.
+    """
+
+    #: Cut to the longest length that is allowed (`--on-too-long truncate`).
+    TRUNCATED = "truncated"
+    #: Turns before the first user turn were left out (`--leading drop`).
+    LEADING_DROPPED = "leading_dropped"
+    #: Reasoning was left out (`--thinking drop`).
+    THINKING_DROPPED = "thinking_dropped"
+    #: The chat template leaves out some reasoning (`--thinking template`).
+    THINKING_HIDDEN = "thinking_hidden"
+    #: Reasoning was put into the content as a `<think>` block, as the template knows no field.
+    THINKING_INLINED = "thinking_inlined"
+    #: A role's name was mapped (`--role-map`).
+    ROLE_MAPPED = "role_mapped"
+    #: Arguments that were a string were rendered as an object: white space may differ.
+    ARGUMENTS_PARSED = "arguments_parsed"
+    #: Arguments that were an object were rendered as a string of JSON.
+    ARGUMENTS_WRITTEN = "arguments_written"
+    #: A `function_call` became one of `tool_calls`.
+    FUNCTION_CALL_CONVERTED = "function_call_converted"
+    #: Tool definitions were found in the column `metadata`.
+    TOOLS_FROM_METADATA = "tools_from_metadata"
+    #: Bare tool definitions were wrapped as `{"type": "function", "function": …}`.
+    TOOLS_WRAPPED = "tools_wrapped"
 
 
 class InputError(Exception):
@@ -83,6 +117,9 @@ class Prompt:
     label: str | None  # the row's own id as JSON text, so that 1 and "1" stay apart
     input_ids: npt.NDArray[np.int32]  # [N], exactly what the model is sent
     loss_mask: npt.NDArray[np.uint8]  # [N], 1 on the tokens a drafter learns to predict
+    part: int | None = None  # which of the prompts that its row expands to, from 0
+    alterations: tuple[Alteration, ...] = ()  # sorted, each once
+    has_answer: bool = False  # whether an assistant's turn was to be trained
 
     def __post_init__(self) -> None:
         _check_shapes(self.input_ids, self.loss_mask)
@@ -104,6 +141,15 @@ class Prompt:
     def num_trained(self) -> int:
         """How many tokens have mask 1; 0 means that the prompt teaches a drafter nothing."""
         return int(np.count_nonzero(self.loss_mask))
+
+    def cut(self, num_tokens: int) -> Prompt:
+        """Its first `num_tokens` tokens, marked as truncated."""
+        return replace(
+            self,
+            input_ids=self.input_ids[:num_tokens],
+            loss_mask=self.loss_mask[:num_tokens],
+            alterations=tuple(sorted({*self.alterations, Alteration.TRUNCATED})),
+        )
 
     @property
     def key(self) -> str:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from prompts.align import Encoding, Span, mark_spans
+from prompts.align import Encoding, Places, Span, mark_spans
 from prompts.types import RowError, RowReason
 
 
 def marks(text: str, offsets: list[Span], *spans: Span) -> list[int]:
+    def token_at(position: int) -> int | None:
+        covering = (index for index, (a, b) in enumerate(offsets) if a <= position < b)
+        return next(covering, None)
+
+    places = Places(all=lambda: offsets, token_at=token_at, of_token=lambda index: offsets[index])
     encoding = Encoding(
-        text=text, ids=range(len(offsets)), offsets=offsets, encode_ids=lambda text: []
+        text=text, ids=range(len(offsets)), places=places, encode_ids=lambda text: []
     )
     return mark_spans(encoding, spans).tolist()
 

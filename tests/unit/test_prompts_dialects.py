@@ -118,7 +118,7 @@ def test_a_system_turn_is_kept_and_never_doubled(system: dict[str, Any]) -> None
     ("row", "reason", "detail"),
     [
         ({}, "unknown_shape", "found: no fields"),
-        ({"prompt": "x", "q": 1}, "unknown_shape", "found: prompt, q"),
+        ({"query": "x", "q": 1}, "unknown_shape", "found: query, q"),
         ({"messages": []}, "bad_order", "messages is an empty list"),
         ({"messages": "Hi"}, "bad_content", "messages is a str"),
         ({"messages": ["Hi"]}, "bad_content", "turn 0 is a str, not an object"),
@@ -165,20 +165,20 @@ def test_a_system_turn_is_kept_and_never_doubled(system: dict[str, Any]) -> None
         ({"messages": [USER], "system": ["a"]}, "bad_content", "system is a list"),
         (
             {"messages": [USER, {**ANSWER, "tool_calls": [{"id": "c"}]}]},
-            "unsupported_field",
-            "turn 1 (assistant): tool_calls",
+            "bad_tool_call",
+            "turn 1 (assistant): tool_calls[0] has no function name",
         ),
         (
             {"messages": [USER, {**ANSWER, "content": None, "tool_calls": [{"id": "c"}]}]},
-            "unsupported_field",
+            "bad_tool_call",
             "tool_calls",
         ),
         (
-            {"messages": [USER, {**ANSWER, "reasoning_content": "Add."}]},
+            {"messages": [{**USER, "reasoning_content": "Add."}]},
             "unsupported_field",
-            "turn 1 (assistant): reasoning_content",
+            "turn 0 (user): reasoning outside an assistant turn",
         ),
-        ({"messages": [USER], "tools": [{"type": "function"}]}, "unsupported_field", "tools"),
+        ({"messages": [USER], "tools": [{"type": "function"}]}, "bad_tool_call", "tools[0]"),
         ({"messages": [USER], "image": "a.png"}, "unsupported_field", "image"),
         ({"text": ""}, "empty_prompt", "text is empty"),
         ({"text": ["x"]}, "bad_content", "text is a list"),
@@ -273,13 +273,22 @@ json_values = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(
-            st.sampled_from(["role", "from", "content", "value", "text", "type", "x"]), inner
+            st.sampled_from(
+                [
+                    *("role", "from", "content", "value", "text", "type", "x", "name"),
+                    *("tool_calls", "function", "arguments", "reasoning", "tools"),
+                ]
+            ),
+            inner,
         )
     ),
     max_leaves=12,
 )
 known_fields = st.sampled_from(
-    ["input_ids", "loss_mask", "messages", "conversations", "text", "system", "tools", "id"]
+    [
+        *("input_ids", "loss_mask", "messages", "conversations", "text", "system", "tools", "id"),
+        *("data", "input", "output", "instruction", "prompt", "completion", "metadata"),
+    ]
 )
 
 

@@ -293,10 +293,10 @@ def test_a_template_that_marks_only_some_answers_fails_the_row() -> None:
         (CHATML_CLOSED.replace("{{ m.role }}", "{{ m.role }} {{ m.content | length }}"), "begins"),
         # The tail tells the first answer's length, so no stand-in shows where that answer ends.
         (QWEN3 + "{{ messages[1].content | length if messages | length > 2 }}", "ends"),
-        # As gpt-oss: the last answer ends with another marker than the ones before it.
+        # The last answer ends with another marker than the ones before it, which is no one token.
         (
             "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-            "{{ '</s>' if loop.last else '<|eot_id|>' }}{% endfor %}"
+            "{{ '</s>' if loop.last else '; ' }}{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% endif %}",
             "ends",
         ),

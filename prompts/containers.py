@@ -1,0 +1,199 @@
+"""One input file -> its rows as JSON, whatever it is wrapped in. Told by content, not by name.
+
+JSONL: a row is a non-blank line. Only a line feed ends a line (a carriage return before it is white
+space to JSON), so a U+2028 inside a string splits nothing.
+JSON array: a row is an element of the outermost array.
+Parquet, Arrow: a row is a row.
+The first two and Parquet may be compressed with gzip or zstd. One UTF-8 byte order mark at the
+start is dropped. Memory does not grow with the file: one row, or one batch of rows, at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any, BinaryIO, Final
+
+import ijson
+import orjson
+
+from prompts.columns import NumberedRow, arrow_rows, parquet_num_rows, parquet_rows
+from prompts.compression import CHUNK_BYTES, DigestingFile, decompressed, explained
+from prompts.types import InputError
+
+UTF8_BOM: Final = b"\xef\xbb\xbf"
+PARQUET_MAGIC: Final = b"PAR1"
+ARROW_MAGICS: Final = (b"ARROW1", b"\xff\xff\xff\xff")
+#: A line beyond this is no row: the file is something else.
+MAX_LINE_BYTES: Final = 1 << 29
+
+#: First bytes of files that hold no rows for us -> what they are and what to do.
+FOREIGN_MAGIC: Final[tuple[tuple[bytes, str], ...]] = (
+    (b"BZh", "bzip2 is not supported: decompress it (bunzip2)"),
+    (b"\xfd7zXZ\x00", "xz is not supported: decompress it (unxz)"),
+    (b"PK\x03\x04", "zip archives are not supported: unpack it"),
+    (b"\x00\x00\xfe\xff", "the file is UTF-32: convert it to UTF-8 (iconv -t UTF-8)"),
+    (b"\xff\xfe", "the file is UTF-16 or UTF-32: convert it to UTF-8 (iconv -t UTF-8)"),
+    (b"\xfe\xff", "the file is UTF-16: convert it to UTF-8 (iconv -t UTF-8)"),
+)
+
+
+class Kind(StrEnum):
+    """What a file is, apart from its compression."""
+
+    JSONL = "JSONL"
+    JSON_ARRAY = "JSON array"
+    PARQUET = "Parquet"
+    ARROW = "Arrow"
+
+
+class Container:
+    """An open input file."""
+
+    def __init__(
+        self,
+        *,
+        kind: Kind,
+        path: str,
+        stream: io.BufferedReader[Any],
+        columns_path: str | None = None,
+    ) -> None:
+        self.kind = kind
+        self._path = path
+        self._stream = stream
+        self._columns_path = columns_path or path  # where the bytes of a column format lie
+
+    def rows(self, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
+        """Each row's number from 1 (the line, of JSONL) and its JSON, to be iterated over once.
+
+        The JSON is None where `skip` says yes to the row's index, which counts from 0.
+        Raises `InputError` where the file cannot be read on.
+        """
+        match self.kind:
+            case Kind.JSONL:
+                rows = _lines(self._stream, self._path, skip)
+            case Kind.JSON_ARRAY:
+                rows = _elements(self._stream, self._path, skip)
+            case Kind.PARQUET:
+                rows = parquet_rows(self._columns_path, self._path, skip)
+            case Kind.ARROW:
+                rows = arrow_rows(self._columns_path, self._path, skip)
+        with explained(self._path):
+            yield from rows
+
+    def count_rows(self) -> int:
+        """How many rows there are; `rows` cannot be called afterwards."""
+        if self.kind is Kind.PARQUET:
+            with explained(self._path):
+                return parquet_num_rows(self._columns_path, self._path)
+        return sum(1 for _ in self.rows(_skip_all))
+
+
+@contextmanager
+def open_container(path: str) -> Iterator[tuple[Container, DigestingFile]]:
+    """The file's rows, and what digests it while they are read. Raises `InputError`."""
+    with _open(path) as file, tempfile.TemporaryDirectory(prefix="prompts-") as scratch:
+        digesting = DigestingFile(file)
+        with explained(path):
+            outer = io.BufferedReader(digesting, CHUNK_BYTES)
+            stream = decompressed(outer, path)
+            kind = _kind(stream, path)
+            columns_path = None
+            if stream is not outer and kind in (Kind.PARQUET, Kind.ARROW):
+                columns_path = os.path.join(scratch, "columns")
+                with open(columns_path, "wb") as copy:  # these formats are read at random
+                    shutil.copyfileobj(stream, copy, CHUNK_BYTES)
+        yield (
+            Container(kind=kind, path=path, stream=stream, columns_path=columns_path),
+            digesting,
+        )
+
+
+def _kind(stream: io.BufferedReader[Any], path: str) -> Kind:
+    start = stream.peek(CHUNK_BYTES)
+    if start.startswith(PARQUET_MAGIC):
+        return Kind.PARQUET
+    if start.startswith(ARROW_MAGICS):
+        return Kind.ARROW
+    for magic, remedy in FOREIGN_MAGIC:
+        if start.startswith(magic):
+            raise InputError(f"{path}: neither JSON nor Parquet: {remedy}")
+    if start.startswith(UTF8_BOM):
+        stream.read(len(UTF8_BOM))
+        start = start[len(UTF8_BOM) :]
+    return Kind.JSON_ARRAY if start.lstrip().startswith(b"[") else Kind.JSONL
+
+
+def _lines(
+    stream: io.BufferedReader[Any], path: str, skip: Callable[[int], bool]
+) -> Iterator[NumberedRow]:
+    index = number = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise InputError(
+                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB: "
+                "give a file with one JSON object on each line"
+            )
+        if line.isspace():
+            continue
+        yield number, None if skip(index) else line
+        index += 1
+
+
+def _elements(
+    stream: io.BufferedReader[Any], path: str, skip: Callable[[int], bool]
+) -> Iterator[NumberedRow]:
+    number = 0
+    try:
+        for element in ijson.items(stream, "item", buf_size=CHUNK_BYTES, use_float=True):
+            number += 1
+            yield number, None if skip(number - 1) else _as_json(element)
+    except ijson.JSONError as exc:
+        line = str(exc).strip().partition("\n")[0]
+        detail = "a JSON array, but it cannot be read beyond its element"
+        raise InputError(
+            f"{path}: {detail} {number} ({line}). Mend it there; rows of lists are not supported"
+        ) from exc
+
+
+def _as_json(element: object) -> bytes:
+    try:
+        return orjson.dumps(element)
+    except TypeError:  # a number beyond 64 bits, or half a surrogate pair: bad in a line as well
+        return b"\x00"
+
+
+def _skip_all(index: int) -> bool:
+    return True
+
+
+def _open(path: str) -> BinaryIO:
+    try:
+        stream = open(path, "rb", opener=_open_without_waiting)
+    except IsADirectoryError as exc:
+        raise InputError(f"{path}: is a directory: name the files in it") from exc
+    except FileNotFoundError as exc:
+        raise InputError(f"{path}: no such file: check the path") from exc
+    except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
+        raise InputError(
+            f"{path}: cannot be opened ({exc}): check the path and its rights"
+        ) from exc
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise InputError(
+            f"{path}: not a regular file, and it is read twice: save it to a file first, "
+            "or pipe it in and name it -"
+        )
+    return stream
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Opening a pipe that nobody writes to would wait for ever; a regular file ignores the flag.
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -1,0 +1,303 @@
+"""What a prompt file may be wrapped in: told by its content, read in constant memory."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import zstandard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prompts import compression
+from prompts.containers import open_container
+from prompts.inputs import read_rows, scan_inputs
+from prompts.paths import find_files, spool
+from prompts.types import InputError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROWS: list[dict[str, Any]] = [
+    {"id": f"a_{n}", "conversations": [{"from": "human", "value": f"q{n}\u2028é"}]}
+    for n in range(200)
+]
+
+
+def as_jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
+
+
+def as_array(rows: list[dict[str, Any]]) -> bytes:
+    return orjson.dumps(rows)
+
+
+def as_pretty_array(rows: list[dict[str, Any]]) -> bytes:
+    return b"\xef\xbb\xbf\n" + json.dumps(rows, indent=2).encode()
+
+
+def as_parquet(rows: list[dict[str, Any]]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=70)
+    return sink.getvalue()
+
+
+def as_arrow_stream(rows: list[dict[str, Any]]) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=90)
+    return sink.getvalue()
+
+
+def as_arrow_file(rows: list[dict[str, Any]]) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=90)
+    return sink.getvalue()
+
+
+FORMS = [as_jsonl, as_array, as_pretty_array, as_parquet, as_arrow_stream, as_arrow_file]
+
+
+def plain(data: bytes) -> bytes:
+    return data
+
+
+def gzip_members(data: bytes) -> bytes:
+    half = len(data) // 2
+    return gzip.compress(data[:half]) + gzip.compress(data[half:])
+
+
+def zstd_frames(data: bytes) -> bytes:
+    half = len(data) // 2
+    return zstandard.compress(data[:half]) + zstandard.compress(data[half:])
+
+
+def documents(path: Path, **options: Any) -> list[dict[str, Any]]:
+    return [orjson.loads(row.data) for row in read_rows(scan_inputs([path]), **options)]
+
+
+@pytest.mark.parametrize("pack", [plain, gzip_members, zstd_frames], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_case_73_the_same_rows_come_out_of_every_container_whatever_its_name(
+    tmp_path: Path,
+    form: Callable[[list[dict[str, Any]]], bytes],
+    pack: Callable[[bytes], bytes],
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(pack(form(ROWS)))
+    (file,) = scan_inputs([path])
+    assert (file.num_rows, file.size_bytes) == (len(ROWS), path.stat().st_size)
+    assert documents(path) == ROWS
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.__name__)
+def test_skipped_rows_keep_their_numbers(
+    tmp_path: Path, form: Callable[[list[dict[str, Any]]], bytes]
+) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes(form(ROWS))
+    rows = list(read_rows(scan_inputs([path]), skip=lambda ordinal: ordinal < 150))
+    assert [row.ordinal for row in rows] == list(range(150, 200))
+    assert [orjson.loads(row.data)["id"] for row in rows] == [f"a_{n}" for n in range(150, 200)]
+
+
+def test_a_finished_row_group_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(as_parquet(ROWS))
+    groups: list[list[int]] = []
+    read = pq.ParquetFile.iter_batches
+
+    def watch(file: Any, **options: Any) -> Any:
+        groups.append(options["row_groups"])
+        return read(file, **options)
+
+    files = scan_inputs([path])
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", watch)
+    rows = list(read_rows(files, skip=lambda ordinal: ordinal < 140))
+    assert (len(rows), groups) == (60, [[2]])
+
+
+def test_files_of_all_kinds_are_numbered_through(tmp_path: Path) -> None:
+    for form in FORMS:
+        (tmp_path / form.__name__).write_bytes(form(ROWS[:3]))
+    files = scan_inputs(sorted(tmp_path.iterdir()))
+    rows = list(read_rows(files))
+    assert [row.ordinal for row in rows] == list(range(3 * len(FORMS)))
+    assert [row.line for row in rows] == [1, 2, 3] * len(FORMS)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b'[{"a": 1}, {"a": ', "cannot be read beyond its element 1"),
+        (b'[{"a": 1}, {"a": nil}]', "cannot be read beyond its element 1"),
+        (b'[{"a": 1}]\n[{"a": 2}]', "rows of lists are not supported"),
+        (b"[]", "no rows"),
+        (gzip.compress(as_jsonl(ROWS))[:-20], "damaged or cut off"),
+        (zstandard.compress(as_jsonl(ROWS))[:-20], "damaged or cut off"),
+        (b"\x28\xb5\x2f\xfd....", "damaged or cut off"),
+        (b"PAR1....", "damaged or cut off"),
+        (as_arrow_stream(ROWS)[:-400], "damaged or cut off|cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_an_error_and_never_a_shorter_one(
+    tmp_path: Path, data: bytes, message: str
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=message) as caught:
+        scan_inputs([path])
+    assert str(path) in str(caught.value)
+
+
+def test_case_83_a_column_that_is_null_first_and_text_later_is_no_trouble(tmp_path: Path) -> None:
+    rows = [{"text": "a", "note": None}, {"text": "b", "note": "x"}, {"text": "c", "note": [1]}]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_jsonl(rows))
+    assert documents(path) == rows
+
+
+def test_case_84_a_byte_order_mark_loses_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + as_jsonl(ROWS))
+    assert documents(path) == ROWS
+    path.write_bytes(as_jsonl(ROWS).decode().encode("utf-16"))
+    with pytest.raises(InputError, match="UTF-16"):
+        scan_inputs([path])
+
+
+json_rows = st.dictionaries(
+    st.text(max_size=3),
+    st.none() | st.text(max_size=9) | st.lists(st.text(max_size=3), max_size=3) | st.floats(-9, 9),
+    max_size=3,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(rows=st.lists(json_rows, min_size=1, max_size=5), indent=st.none() | st.integers(0, 2))
+def test_an_array_gives_what_its_lines_would(
+    tmp_path: Path, rows: list[dict[str, Any]], indent: int | None
+) -> None:
+    path = tmp_path / "a"
+    path.write_text(json.dumps(rows, indent=indent, ensure_ascii=indent is None))
+    assert documents(path) == rows
+
+
+@pytest.mark.parametrize("form", [as_jsonl, as_array, as_parquet, as_arrow_stream])
+@pytest.mark.parametrize("pack", [plain, gzip.compress, zstandard.compress])
+def test_memory_does_not_grow_with_the_file(
+    tmp_path: Path, form: Callable[..., bytes], pack: Callable[[bytes], bytes]
+) -> None:
+    def peak_bytes(num_rows: int) -> int:
+        path = tmp_path / f"{num_rows}"
+        path.write_bytes(pack(form([{"text": f"{n:08d}" * 64} for n in range(num_rows)])))
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in read_rows(scan_inputs([path]))) == num_rows
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(10)  # imports
+    assert peak_bytes(12_000) < peak_bytes(3_000) + (2 << 20)  # the files: 6 MB and 1.5 MB
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, data, extra in [
+        ("zstandard", zstandard.compress(b"{}"), "zstd"),
+        ("pyarrow", as_arrow_file(ROWS), "parquet"),
+        ("pyarrow.parquet", as_parquet(ROWS), "parquet"),
+    ]:
+        path = tmp_path / name
+        path.write_bytes(data)
+        with monkeypatch.context() as patch:
+            patch.setitem(__import__("sys").modules, name, None)
+            with pytest.raises(InputError) as caught:
+                scan_inputs([path])
+        assert f"pip install 'hidden-state-extractor[{extra}]'" in str(caught.value)
+
+
+def test_a_line_without_end_is_refused_instead_of_being_read_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prompts.containers.MAX_LINE_BYTES", 1 << 20)
+    path = tmp_path / "a"
+    path.write_bytes(b"{}\n" + b"x" * (2 << 20))
+    with pytest.raises(InputError, match=r"a:2: a line of more than 1 MiB"):
+        scan_inputs([path])
+
+
+def test_the_digest_is_that_of_the_bytes_on_the_disk(tmp_path: Path) -> None:
+    import xxhash
+
+    for form in FORMS:
+        path = tmp_path / form.__name__
+        path.write_bytes(gzip.compress(form(ROWS)))
+        (file,) = scan_inputs([path])
+        assert file.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    with open_container(str(path)) as (_, digesting):
+        assert digesting.size_bytes <= 2 * compression.CHUNK_BYTES
+
+
+# --- what stands on the command line ----------------------------------------------------------
+
+
+def test_patterns_are_expanded_in_order_and_must_match(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.json", "[x].jsonl"):
+        (tmp_path / name).write_bytes(b"{}")
+    found = [Path(path).name for path in find_files([tmp_path / "*.jsonl"])]
+    assert found == ["[x].jsonl", "a.jsonl", "b.jsonl"]
+    assert find_files([tmp_path / "[x].jsonl"]) == [str(tmp_path / "[x].jsonl")]
+    with pytest.raises(InputError, match="no file matches"):
+        find_files([tmp_path / "*.parquet"])
+
+
+def test_a_hugging_face_dataset_directory_gives_its_files_in_its_own_order(tmp_path: Path) -> None:
+    names = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(as_arrow_stream(ROWS[number * 100 : (number + 1) * 100]))
+    (tmp_path / "dataset_info.json").write_text("{}")
+    state = {"_data_files": [{"filename": name} for name in names], "_indices_files": None}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    rows = list(read_rows(scan_inputs(find_files([tmp_path]))))
+    assert [orjson.loads(row.data) for row in rows] == ROWS
+
+
+def test_other_directories_say_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is a directory: name the files in it"):
+        find_files([tmp_path])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(InputError, match=r"several splits: name .*train or .*test"):
+        find_files([tmp_path])
+    (tmp_path / "dataset_dict.json").unlink()
+    state = {"_data_files": [], "_indices_files": [{"filename": "i.arrow"}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(InputError, match="flatten_indices"):
+        find_files([tmp_path])
+
+
+def test_standard_input_is_kept_so_that_a_later_run_goes_on_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "stdin"
+    with pytest.raises(InputError, match="standard input is empty"):
+        spool(io.BytesIO(b""), path)
+    for again in (b"{}\n", b"", b"{}\n"):
+        spool(io.BytesIO(again), path)
+        assert path.read_bytes() == b"{}\n"
+    with pytest.raises(InputError, match=r"not what .*stdin holds of an earlier run"):
+        spool(io.BytesIO(b"{ }"), path)
+    assert [p.name for p in tmp_path.iterdir()] == ["stdin"]
+    assert path.read_bytes() == b"{}\n"

@@ -1,0 +1,397 @@
+"""What is trained, spelled out as text, on small equivalents of well-known chat templates."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from typing import Any
+
+import orjson
+import pytest
+from templates import (
+    DEEPSEEK_R1,
+    DEEPSEEK_V3,
+    GEMMA,
+    GENERATION,
+    GLM,
+    GPT_OSS,
+    KIMI_K2,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    SMOLLM2,
+    tokenizer_for,
+)
+
+from prompts.inputs import RawRow
+from prompts.options import ReadingOptions, Thinking, Train
+from prompts.render import Renderer
+from prompts.types import Alteration, BadRow, Prompt, RowReason
+
+TEMPLATES = {
+    "llama3": LLAMA3,
+    "qwen3": QWEN3,
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-r1": DEEPSEEK_R1,
+    "kimi-k2": KIMI_K2,
+    "glm": GLM,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "gpt-oss": GPT_OSS,
+    "smollm2": SMOLLM2,
+    "generation": GENERATION,
+}
+TOKENIZERS = {name: tokenizer_for(template) for name, template in TEMPLATES.items()}
+
+Turns = list[dict[str, Any]]
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def answer(content: str | None, **keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **keys}
+
+
+def thoughtful(content: str, reasoning: str) -> dict[str, Any]:
+    return answer(content, reasoning_content=reasoning)
+
+
+def call(name: str = "w", arguments: Any = None, call_id: str = "a1b2c3d4e") -> dict[str, Any]:
+    function = {"name": name, "arguments": {"city": "Rom"} if arguments is None else arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def result(content: str, call_id: str = "a1b2c3d4e") -> dict[str, Any]:
+    return {"role": "tool", "name": "w", "content": content, "tool_call_id": call_id}
+
+
+def read(
+    name: str,
+    turns: Turns,
+    options: ReadingOptions | None = None,
+    part: int | None = None,
+    **row: Any,
+) -> Prompt | BadRow:
+    data = orjson.dumps({"messages": turns, **row})
+    raw = RawRow(ordinal=0, source="a", line=1, data=data, part=part)
+    return Renderer(TOKENIZERS[name], options or ReadingOptions()).prompt_from(raw)
+
+
+def prompt_of(name: str, turns: Turns, *args: Any, **row: Any) -> Prompt:
+    prompt = read(name, turns, *args, **row)
+    assert isinstance(prompt, Prompt), prompt
+    return prompt
+
+
+def text_of(name: str, prompt: Prompt) -> str:
+    return str(TOKENIZERS[name].decode(prompt.input_ids.tolist(), skip_special_tokens=False))
+
+
+def runs(name: str, prompt: Prompt) -> list[str]:
+    """The text of each run of trained tokens."""
+    pairs = zip(prompt.loss_mask.tolist(), prompt.input_ids.tolist(), strict=True)
+    return [
+        TOKENIZERS[name].decode([token for _, token in run], skip_special_tokens=False)
+        for marked, run in groupby(pairs, key=lambda pair: pair[0])
+        if marked
+    ]
+
+
+def trained(name: str, turns: Turns, *args: Any, **row: Any) -> list[str]:
+    return runs(name, prompt_of(name, turns, *args, **row))
+
+
+# --- plain conversations ------------------------------------------------------------------------
+
+PLAIN = [user("hello"), answer("fine thanks"), user("so?"), answer("hm,\nyes")]
+PLAIN_EXPECTED = {
+    "llama3": ["fine thanks<|eot_id|>", "hm,\nyes<|eot_id|>"],
+    # The empty block is the model's to write: its generation prompt does not have it.
+    "qwen3": ["fine thanks<|im_end|>", "<think>\n\n</think>\n\nhm,\nyes<|im_end|>"],
+    "deepseek-v3": ["fine thanks<｜end▁of▁sentence｜>", "hm,\nyes<｜end▁of▁sentence｜>"],
+    "deepseek-r1": ["fine thanks<｜end▁of▁sentence｜>", "hm,\nyes<｜end▁of▁sentence｜>"],
+    "kimi-k2": ["fine thanks<|im_end|>", "hm,\nyes<|im_end|>"],
+    # Nothing in the rendering ends an answer; what follows belongs to the next turn.
+    "glm": ["\n<think></think>\nfine thanks", "\n<think></think>\nhm,\nyes"],
+    "mistral": [" fine thanks</s>", " hm,\nyes</s>"],
+    "gemma": ["fine thanks<end_of_turn>", "hm,\nyes<end_of_turn>"],
+    "gpt-oss": [
+        "<|channel|>final<|message|>fine thanks<|end|>",
+        "<|channel|>final<|message|>hm,\nyes<|return|>",
+    ],
+    "smollm2": ["fine thanks<|im_end|>", "hm,\nyes<|im_end|>"],
+    "generation": ["fine thanks<|im_end|>", "hm,\nyes<|im_end|>"],
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("system", [False, True], ids=["", "system"])
+def test_every_answer_is_trained_and_nothing_else(name: str, system: bool) -> None:
+    turns = [{"role": "system", "content": "be kind"}, *PLAIN] if system else PLAIN
+    prompt = prompt_of(name, turns)
+    assert runs(name, prompt) == PLAIN_EXPECTED[name]
+    expected = TOKENIZERS[name].apply_chat_template(turns, return_dict=False)
+    assert prompt.input_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_last_answer_only(name: str) -> None:
+    last = ReadingOptions(train=Train.LAST)
+    assert trained(name, PLAIN, last) == PLAIN_EXPECTED[name][-1:]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_case_89_no_special_token_is_doubled(name: str) -> None:
+    ids = prompt_of(name, PLAIN).input_ids.tolist()
+    special = set(TOKENIZERS[name].all_special_ids)
+    assert not [one for one, two in pairwise(ids) if one == two and one in special]
+
+
+# --- reasoning ----------------------------------------------------------------------------------
+
+THOUGHT = [user("2+2?"), thoughtful("4", "add"), user("3*3?"), thoughtful("9", "mul")]
+
+
+def test_case_90_qwen3_hides_the_reasoning_of_earlier_turns_and_that_is_counted() -> None:
+    prompt = prompt_of("qwen3", THOUGHT)
+    assert runs("qwen3", prompt) == ["4<|im_end|>", "<think>\nmul\n</think>\n\n9<|im_end|>"]
+    assert prompt.alterations == (Alteration.THINKING_HIDDEN,)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "thinking_content"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", "<think>\nadd\n</think>\n\n4<|im_end|>"),
+        ("glm", "\n<think>add</think>\n4"),
+        (
+            "gpt-oss",
+            "<|channel|>analysis<|message|>add<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>4<|return|>",
+        ),
+    ],
+)
+def test_case_90_every_synonym_reaches_the_field_that_the_template_reads(
+    name: str, key: str, expected: str
+) -> None:
+    prompt = prompt_of(name, [user("2+2?"), answer("4", **{key: "add"})])
+    assert (runs(name, prompt), prompt.alterations) == ([expected], ())
+
+
+def test_case_90_keep_fails_a_row_whose_reasoning_the_template_hides() -> None:
+    bad = read("qwen3", THOUGHT, ReadingOptions(thinking=Thinking.KEEP))
+    assert isinstance(bad, BadRow)
+    assert bad.reason == RowReason.THINKING_LOST
+    assert bad.detail == "turn 1 (assistant): the template leaves its reasoning out"
+
+
+@pytest.mark.parametrize("name", ["kimi-k2", "smollm2", "llama3", "generation"])
+def test_case_90_keep_writes_a_block_where_the_template_knows_no_reasoning(name: str) -> None:
+    prompt = prompt_of(name, THOUGHT, ReadingOptions(thinking=Thinking.KEEP))
+    end = "<|eot_id|>" if name == "llama3" else "<|im_end|>"
+    assert runs(name, prompt) == [
+        f"<think>\nadd\n</think>\n\n4{end}",
+        f"<think>\nmul\n</think>\n\n9{end}",
+    ]
+    assert prompt.alterations == (Alteration.THINKING_INLINED,)
+
+
+@pytest.mark.parametrize("name", [n for n in TEMPLATES if n not in ("qwen3", "glm", "gpt-oss")])
+def test_case_90_a_template_without_reasoning_hides_it_and_that_is_counted(name: str) -> None:
+    assert prompt_of(name, THOUGHT).alterations == (Alteration.THINKING_HIDDEN,)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        thoughtful("9", "mul"),
+        answer("<think>\nmul\n</think>\n\n9"),
+        answer(
+            "<|begin_of_thought|>\nmul <|end_of_thought|>\n"
+            "<|begin_of_solution|>9<|end_of_solution|>"
+        ),
+    ],
+)
+def test_case_90_drop_takes_reasoning_out_and_counts_it(turn: dict[str, Any]) -> None:
+    prompt = prompt_of("smollm2", [user("3*3?"), turn], ReadingOptions(thinking=Thinking.DROP))
+    assert runs("smollm2", prompt) == ["9<|im_end|>"]
+    assert prompt.alterations == (Alteration.THINKING_DROPPED,)
+    untouched = prompt_of("smollm2", PLAIN, ReadingOptions(thinking=Thinking.DROP))
+    assert untouched.alterations == ()
+
+
+def test_case_90_expand_gives_each_answer_its_reasoning_and_the_history_as_it_was_seen() -> None:
+    expand = ReadingOptions(thinking=Thinking.EXPAND)
+    first = prompt_of("qwen3", THOUGHT, expand, 0)
+    second = prompt_of("qwen3", THOUGHT, expand, 1)
+    assert runs("qwen3", first) == ["<think>\nadd\n</think>\n\n4<|im_end|>"]
+    assert runs("qwen3", second) == ["<think>\nmul\n</think>\n\n9<|im_end|>"]
+    assert "add" not in text_of("qwen3", second)
+    assert (first.part, second.part, second.alterations) == (0, 1, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", ["4<|im_end|>", "9<|im_end|>"]),
+        ("glm", ["4", "9"]),
+        ("gpt-oss", ["<|channel|>final<|message|>4<|end|>", "9<|return|>"]),
+    ],
+)
+def test_thinking_can_be_left_untrained(name: str, expected: list[str]) -> None:
+    assert trained(name, THOUGHT, ReadingOptions(train_thinking=False)) == expected
+    # An empty block that the template writes is no answer, either.
+    plain = [run.rpartition("</think>")[2].lstrip() for run in PLAIN_EXPECTED[name]]
+    if name != "gpt-oss":
+        assert trained(name, PLAIN, ReadingOptions(train_thinking=False)) == plain
+
+
+def test_template_kwargs_reach_the_template() -> None:
+    options = ReadingOptions(template_kwargs={"enable_thinking": False})
+    assert trained("qwen3", PLAIN, options) == ["fine thanks<|im_end|>", "hm,\nyes<|im_end|>"]
+    asked = prompt_of("qwen3", [user("hello")], options)
+    assert text_of("qwen3", asked).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_another_template_may_be_given() -> None:
+    options = ReadingOptions(chat_template=SMOLLM2.replace("You are a helpful assistant.", "Hm."))
+    assert "system\nHm.<|im_end|>" in text_of("qwen3", prompt_of("qwen3", PLAIN, options))
+    default = Renderer(TOKENIZERS["qwen3"]).template_digest
+    assert Renderer(TOKENIZERS["qwen3"], options).template_digest != default
+
+
+# --- tools --------------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
+TOOLS_EXPECTED = {
+    "llama3": ['{"name": "w", "parameters": {"city": "Rom"}}<|eot_id|>', "rain<|eot_id|>"],
+    "qwen3": [
+        '<tool_call>\n{"name": "w", "arguments": {"city": "Rom"}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nrain<|im_end|>",
+    ],
+    "deepseek-v3": [
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>w\n```json\n"
+        '{"city":"Rom"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
+        "rain<｜end▁of▁sentence｜>",
+    ],
+    "kimi-k2": [
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.w:0<|tool_call_argument_begin|>"
+        '{"city": "Rom"}<|tool_call_end|><|tool_calls_section_end|><|im_end|>',
+        "rain<|im_end|>",
+    ],
+    "glm": [
+        "\n<think></think>\n<tool_call>w\n<arg_key>city</arg_key>\n<arg_value>Rom</arg_value>\n"
+        "</tool_call>",
+        "\n<think></think>\nrain",
+    ],
+    "mistral": [
+        '[TOOL_CALLS] [{"name": "w", "arguments": {"city": "Rom"}, "id": "a1b2c3d4e"}]</s>',
+        " rain</s>",
+    ],
+    "gpt-oss": [
+        ' to=functions.w<|channel|>commentary json<|message|>{"city": "Rom"}<|call|>',
+        "<|channel|>final<|message|>rain<|return|>",
+    ],
+}
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Rom"}, '{"city":"Rom"}'], ids=["object", "string"])
+@pytest.mark.parametrize("name", TOOLS_EXPECTED)
+def test_case_81_tool_calls_are_trained_whichever_form_their_arguments_have(
+    name: str, arguments: Any
+) -> None:
+    call_id = "functions.w:0" if name == "kimi-k2" else "a1b2c3d4e"
+    turns = [
+        user("weather?"),
+        answer(None, tool_calls=[call(arguments=arguments, call_id=call_id)]),
+        result('{"sky": "rain"}', call_id),
+        answer("rain"),
+    ]
+    prompt = prompt_of(name, turns)
+    assert runs(name, prompt) == TOOLS_EXPECTED[name]
+    # The one form that the template takes is rendered; a change of form is counted.
+    changed = {
+        ("deepseek-v3", dict): (Alteration.ARGUMENTS_WRITTEN,),
+        ("deepseek-v3", str): (),
+    }.get((name, type(arguments)))
+    if changed is None:
+        changed = (Alteration.ARGUMENTS_PARSED,) if isinstance(arguments, str) else ()
+    assert prompt.alterations == changed
+
+
+@pytest.mark.parametrize("name", [n for n in TOOLS_EXPECTED if n != "deepseek-v3"])
+def test_tools_are_rendered(name: str) -> None:
+    assert '"name": "w"' in text_of(name, prompt_of(name, PLAIN, tools=[TOOL]))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma", "deepseek-r1", "generation"])
+def test_a_template_that_knows_no_tools_fails_the_row(name: str) -> None:
+    for turns, row in [
+        (PLAIN, {"tools": [TOOL]}),
+        ([user("weather?"), answer("", tool_calls=[call()])], {}),
+    ]:
+        bad = read(name, turns, **row)
+        assert isinstance(bad, BadRow)
+        assert bad.reason == RowReason.RENDER_FAILED
+
+
+def test_a_call_that_the_template_leaves_out_fails_the_row() -> None:
+    # Kimi's name comes from the id, and this id has none.
+    bad = read("kimi-k2", [user("weather?"), answer(None, tool_calls=[call(call_id="c1")])])
+    assert isinstance(bad, BadRow)
+    assert bad.reason == RowReason.MASK_FAILED
+
+
+def test_content_beside_a_call_that_the_template_leaves_out_fails_the_row() -> None:
+    bad = read("llama3", [user("weather?"), answer("one moment", tool_calls=[call()])])
+    assert isinstance(bad, BadRow)
+    assert bad.reason == RowReason.MASK_FAILED
+
+
+def test_reasoning_before_calls_that_an_answer_follows() -> None:
+    turns = [
+        user("weather?"),
+        answer(None, reasoning_content="look", tool_calls=[call()]),
+        result("rain"),
+        thoughtful("rain", "done"),
+        user("thanks"),
+        answer("fine"),
+    ]
+    # No turn before the last renders as it does alone, so stand-ins show where the turns are.
+    assert trained("qwen3", turns) == [
+        TOOLS_EXPECTED["qwen3"][0],
+        "rain<|im_end|>",
+        "<think>\n\n</think>\n\nfine<|im_end|>",
+    ]
+    assert trained("gpt-oss", turns) == [
+        TOOLS_EXPECTED["gpt-oss"][0],
+        "<|channel|>final<|message|>rain<|end|>",
+        "<|channel|>final<|message|>fine<|return|>",
+    ]
+
+
+def test_several_calls_and_results_in_a_row() -> None:
+    turns = [
+        user("weather?"),
+        answer("look", tool_calls=[call(), call("v", {"n": 3})]),
+        result("rain"),
+        result("sun"),
+        answer("both"),
+    ]
+    assert trained("qwen3", turns) == [
+        'look\n<tool_call>\n{"name": "w", "arguments": {"city": "Rom"}}\n</tool_call>'
+        '\n<tool_call>\n{"name": "v", "arguments": {"n": 3}}\n</tool_call><|im_end|>',
+        "<think>\n\n</think>\n\nboth<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_case_91_an_open_conversation_has_no_trained_token_after_its_question(
+    name: str,
+) -> None:
+    prompt = prompt_of(name, [*PLAIN, user("and?")])
+    answers = runs(name, prompt)
+    assert len(answers) == 2
+    assert "hm,\nyes" in answers[1]
+    assert prompt.loss_mask[-1] == 0
