@@ -28,6 +28,7 @@ from extractor.config import (
     require_url,
 )
 from extractor.doctor import examine
+from extractor.dry_run import dry_run as dry_run_of
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PRESETS, ServeOptions
 from extractor.errors import Interrupted, ServerError, UsageError, exit_code, first_known
 from extractor.options import (
@@ -42,9 +43,16 @@ from extractor.options import (
     PassingCommand,
 )
 from extractor.progress import reporter_for
+from extractor.prompt_options import (
+    policy_from,
+    policy_options,
+    reading_from,
+    reading_options,
+)
 from extractor.report import totals_table
 from extractor.run import RunSummary, run
 from extractor.serve import free_port, running_server, server_answers
+from extractor.show import renderer_for, server_tokenizer, show_row
 from extractor.signals import STOP_SIGNALS
 from extractor.status import failed_table, read_status
 
@@ -169,6 +177,18 @@ def cli(verbose: bool) -> None:
 @click.option(
     "--retry-failed", is_flag=True, help="Try again the rows that an earlier session gave up."
 )
+@reading_options
+@policy_options
+@click.option(
+    "--tokenizer-workers",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Processes that tokenise; 0 for none.  [default: a quarter of the cores, 1 to 8, for "
+    "5,000 rows and more]",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Tokenise and count; tell bytes, files, time; write nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
 def run_command(
@@ -180,10 +200,15 @@ def run_command(
     layers: str | None,
     last_kind: str | None,
     num_movers: int | None,
+    dry_run: bool,
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Extract the hidden states of PROMPTS (JSONL files). The same command again resumes."""
+    """Extract the hidden states of PROMPTS. The same command again resumes.
+
+    PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, told by
+    their content; patterns; directories of Hugging Face data sets; or - for standard input.
+    """
     arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
     options = RunOptions(
         prompts=prompts,
@@ -192,8 +217,17 @@ def run_command(
         layers=layers,
         last_kind=last_kind,
         num_movers=num_movers or min(8, max(1, (os.cpu_count() or 1) // 4)),
+        reading=reading_from(values),
+        policy=policy_from(values),
         **values,
     )
+    if dry_run:
+        result = _run_async(dry_run_of(options, reporter_for()))
+        if as_json:
+            _print_json(result.to_document())
+        else:
+            click.echo(result.to_text())
+        return
     serve_options = None
     if model is not None:
         serve_options = ServeOptions(
@@ -225,6 +259,54 @@ async def _run(
         reporter.note(f"no server answers at {options.server_url}; starting one of our own")
     async with running_server(serve_options, note=reporter.note) as server:
         return await run(options.with_server(server.url), reporter)
+
+
+@cli.command("show")
+@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--row",
+    "number",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Number of the row over all files, from 0: that of its sample.",
+)
+@click.option(
+    "--tokenizer",
+    default=None,
+    metavar="PATH",
+    help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
+)
+@click.option(
+    "--server",
+    "server_url",
+    default=DEFAULT_SERVER_URL,
+    show_default=True,
+    metavar="URL",
+    help="Server whose tokenizer to use.",
+)
+@reading_options
+@click.option("--ids", is_flag=True, help="Print the token ids, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def show_command(
+    prompts: tuple[Path, ...],
+    number: int,
+    tokenizer: str | None,
+    server_url: str,
+    ids: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Show a row of PROMPTS as the model will see it, with the trained tokens marked ⟦so⟧."""
+    reading = reading_from(values)
+    require_url(server_url)
+    if tokenizer is None:
+        tokenizer = _run_async(server_tokenizer(server_url))
+    shown = show_row(prompts, renderer_for(tokenizer, reading), number)
+    if as_json:
+        _print_json(shown.to_document())
+    else:
+        click.echo(shown.to_text(colours=sys.stdout.isatty(), ids=ids))
 
 
 @cli.command("serve", cls=PassingCommand)

@@ -9,10 +9,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from extractor.errors import ConfigMismatch, UsageError
+from extractor.policy import DEFAULT_POLICY, Policy
+from prompts.options import DEFAULTS, ReadingOptions
 from server_patch.dump_format import LAST_TENSORS, Ready, bytes_per_token
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:30000"
 DEFAULT_OUT = Path("extraction")
+#: In place of a tokenizer's path: there are rows of ids only.
+NO_TOKENIZER = "none"
 DEFAULT_DUMP_ROOT = Path("/dev/shm/hidden-states")
 DEFAULT_SHARD_BYTES = 4 << 30
 MANIFEST_NAME = "manifest.sqlite"
@@ -64,6 +68,7 @@ class Identity:
     quantization: str | None
     tokenizer_digest: str
     template_digest: str
+    reading: Mapping[str, Any]  # how rows become prompts, where a person chooses
     inputs: tuple[str, ...]  # digest of each input file, in order
 
     @classmethod
@@ -73,6 +78,7 @@ class Identity:
         *,
         tokenizer_digest: str,
         template_digest: str,
+        reading: Mapping[str, Any],
         inputs: tuple[str, ...],
     ) -> Identity:
         return cls(
@@ -88,6 +94,7 @@ class Identity:
             quantization=ready.quantization,
             tokenizer_digest=tokenizer_digest,
             template_digest=template_digest,
+            reading=reading,
             inputs=inputs,
         )
 
@@ -123,15 +130,20 @@ class Identity:
             last_kind=self.last_kind,
         )
 
+    def _comparable(self) -> dict[str, object]:
+        """Every field by name; what `reading` holds, by names of its own."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        reading = values.pop("reading")
+        return {**values, **{f"reading.{name}": value for name, value in reading.items()}}
+
     def require_same(self, begun_with: Identity, *, out: Path) -> None:
         """Raise ConfigMismatch naming every field in which this run differs from the manifest's."""
         # A model that was moved is still the same model: its configuration's digest decides.
+        before, now = begun_with._comparable(), self._comparable()
         differences = [
-            f"  {field.name}: {out} has {_shown(getattr(begun_with, field.name))}, "
-            f"this run has {_shown(getattr(self, field.name))}"
-            for field in fields(self)
-            if field.name != "model"
-            and getattr(begun_with, field.name) != getattr(self, field.name)
+            f"  {name}: {out} has {_shown(before.get(name))}, this run has {_shown(now.get(name))}"
+            for name in dict.fromkeys((*before, *now))
+            if name != "model" and before.get(name) != now.get(name)
         ]
         if differences:
             raise ConfigMismatch(
@@ -143,7 +155,7 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """One `extractor run`: where things are and how hard to push. None of it changes the data."""
+    """One `extractor run`: where things are, how hard to push, what to make of which rows."""
 
     prompts: tuple[Path, ...]
     out: Path = DEFAULT_OUT
@@ -164,6 +176,10 @@ class RunOptions:
     layers: str | None = None  # eagle3, or boundary indices as in "3,31,59"
     last_kind: str | None = None
     retry_failed: bool = False  # rows that an earlier session gave up are tried again
+    # What the prompts are; part of the data set's identity.
+    reading: ReadingOptions = DEFAULTS
+    policy: Policy = DEFAULT_POLICY
+    tokenizer_workers: int | None = None  # processes; None: as many as pay
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -177,15 +193,21 @@ class RunOptions:
             ("request_timeout_s", "--request-timeout", 0.001),
             ("dump_timeout_s", "--dump-timeout", 0.001),
             ("server_wait_s", "--server-wait", 0),
+            ("tokenizer_workers", "--tokenizer-workers", 0),
         ):
-            if getattr(self, name) < least:
-                raise UsageError(f"{option} must be >= {least}, is {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UsageError(f"{option} must be >= {least}, is {value}")
         if self.shm_budget_bytes is not None and self.shm_budget_bytes < 1:
             raise UsageError(f"--shm-budget must be >= 1, is {self.shm_budget_bytes}")
 
     def with_server(self, url: str) -> RunOptions:
         """The same run against another server."""
         return replace(self, server_url=url)
+
+    @property
+    def reading_document(self) -> dict[str, Any]:
+        """All that decides how rows become prompts, as the identity holds it."""
+        return {**self.reading.to_document(), **self.policy.to_document()}
 
     @property
     def manifest_path(self) -> Path:

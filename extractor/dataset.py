@@ -36,6 +36,7 @@ def dataset_document(identity: Identity, *, engine_version: str) -> bytes:
         "last_kind": identity.last_kind,
         "tokenizer_digest": identity.tokenizer_digest,
         "template_digest": identity.template_digest,
+        "reading": dict(identity.reading),
         "inputs": list(identity.inputs),
     }
     return orjson.dumps(document, option=orjson.OPT_INDENT_2)

@@ -12,6 +12,7 @@ ExtractorError
 │   └── ServerLost               gone in mid-run
 ├── SpaceError          exit 4   a disk or /dev/shm is full; nothing is lost
 ├── CorruptData         exit 1   bytes on disk are not what the manifest says
+├── RowRefused          exit 1   a row of the input for which the user asked the run to stop
 └── Interrupted         exit 130 a signal; rows stay resumable
 ```
 
@@ -87,6 +88,10 @@ class SpaceError(ExtractorError):
 
 class CorruptData(ExtractorError):
     """Bytes on disk are not what the manifest says."""
+
+
+class RowRefused(ExtractorError):
+    """A row cannot be used, and the user asked the run to stop at such a one."""
 
 
 class Interrupted(ExtractorError):

@@ -1,16 +1,53 @@
-"""Edge: prompts read and tokenised on a thread of their own."""
+"""Edge: prompts read on a thread of their own, tokenised there or in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import islice
 
+from prompts.inputs import InputFile
+from prompts.pool import RendererPool
+from prompts.render import Renderer
+from prompts.stream import raw_rows, read_prompts
 from prompts.types import BadRow, Prompt
 
-#: Prompts tokenised per visit to the reading thread.
+#: Prompts taken per visit to the reading thread.
 READ_BATCH = 16
+#: With fewer rows to do, processes cost more seconds to start than they save.
+LEAST_ROWS_FOR_WORKERS = 5000
+MAX_WORKERS = 8
+
+
+def num_workers_for(num_rows: int, wanted: int | None) -> int:
+    """Processes that tokenise; 0 for none. A quarter of the cores feeds any server we know."""
+    if wanted is not None:
+        return wanted
+    if num_rows < LEAST_ROWS_FOR_WORKERS:
+        return 0
+    return min(MAX_WORKERS, max(1, (os.cpu_count() or 1) // 4))
+
+
+@contextmanager
+def prompts_of(
+    files: Sequence[InputFile],
+    renderer: Renderer,
+    *,
+    num_workers: int,
+    skip: Callable[[int], bool] = lambda ordinal: False,
+) -> Iterator[Iterator[Prompt | BadRow]]:
+    """The prompts of all rows but the skipped ones, in order.
+
+    Rows of ids need no tokenizer, so without one there are no processes either.
+    """
+    if not num_workers or renderer.source is None:
+        yield read_prompts(files, renderer, skip=skip)
+        return
+    with RendererPool(renderer.source, renderer.options, num_workers=num_workers) as pool:
+        yield pool.prompts_from(raw_rows(files, renderer.options, skip=skip))
 
 
 async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncIterator[Prompt | BadRow]:

@@ -16,6 +16,7 @@ def totals_document(totals: Totals) -> dict[str, Any]:
         "failed": {reason.value: count for reason, count in sorted(totals.by_reason.items())},
         "untrained": totals.untrained,
         "duplicates": totals.duplicates,
+        "altered": dict(sorted(totals.by_alteration.items())),
         "tokens": totals.stored_tokens,
         "bytes": totals.stored_bytes,
     }
@@ -36,4 +37,6 @@ def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
         rows.append(("of these, without a trained token", f"{totals.untrained:,}"))
     if totals.duplicates:
         rows.append(("of these, duplicates", f"{totals.duplicates:,}"))
+    for name, count in sorted(totals.by_alteration.items()):
+        rows.append((f"of these, {name}", f"{count:,}"))
     return table(rows)

@@ -11,10 +11,11 @@ from typing import Any
 
 from extractor.client import Client
 from extractor.collector import Collector, remove_dumps_of_the_dead
-from extractor.config import DATASET_NAME, Identity, RunOptions
+from extractor.config import DATASET_NAME, NO_TOKENIZER, Identity, RunOptions
 from extractor.dataset import dataset_document
 from extractor.errors import ServerError
 from extractor.files import write_whole
+from extractor.inputs import reads_stdin, scan_prompts
 from extractor.lock import exclusive
 from extractor.mover import seal_left_open
 from extractor.plan import rid_prefix
@@ -41,12 +42,10 @@ from extractor.session import Session, shard_settings
 from extractor.tables import amount, table
 from manifest.owner import StoreOwner
 from manifest.records import Totals
-from manifest.states import State
+from manifest.states import ASKED_FOR, State
 from manifest.store import Store
-from prompts.inputs import InputFile, scan_inputs
+from prompts.inputs import InputFile
 from prompts.render import Renderer
-
-NO_TOKENIZER = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,9 @@ class RunSummary:
 
     @property
     def num_failed(self) -> int:
-        return self.totals.by_state.get(State.FAILED, 0)
+        """Failed rows, but for those that the user asked to leave out."""
+        asked_for = sum(self.totals.by_reason.get(reason, 0) for reason in ASKED_FOR)
+        return self.totals.by_state.get(State.FAILED, 0) - asked_for
 
     def to_document(self, out: Path) -> dict[str, Any]:
         """The stable JSON of `extractor run --json`."""
@@ -104,11 +105,17 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
     then stays, and the same call goes on.
     """
-    files = await asyncio.to_thread(scan_inputs, [str(path) for path in options.prompts])
+    files = await asyncio.to_thread(_scan, options)
     prepare_out(options.out)
     with exclusive(options.out):
         async with _open_manifest(options) as owner:
             return await _run(options, reporter, files, owner)
+
+
+def _scan(options: RunOptions) -> tuple[InputFile, ...]:
+    if reads_stdin(options.prompts):
+        prepare_out(options.out)
+    return scan_prompts(options.prompts, options.reading, spool_directory=options.out)
 
 
 async def _run(
@@ -116,7 +123,7 @@ async def _run(
 ) -> RunSummary:
     state = await RunState.load(owner, files)
     if not state.is_new:
-        await require_same_inputs(owner, options.out, files)
+        await require_same_inputs(owner, options, files)
     left = await reconcile(owner, options.shards_path, note=reporter.note)
     state.forget(left.lost)
     async with Client(
@@ -136,6 +143,7 @@ async def _run(
             target.ready,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
+            reading=options.reading_document,
             inputs=tuple(file.digest for file in files),
         )
         identity = await begin_or_continue(owner, options.out, identity, files, state)
@@ -197,8 +205,8 @@ async def _preflight(options: RunOptions, client: Client) -> tuple[Target, Rende
     target = Target(facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
     tokenizer = options.tokenizer or facts.tokenizer_path
     if tokenizer == NO_TOKENIZER:
-        return target, Renderer()
-    return target, await asyncio.to_thread(Renderer.load, tokenizer)
+        return target, Renderer(options=options.reading)
+    return target, await asyncio.to_thread(Renderer.load, tokenizer, options.reading)
 
 
 async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) -> None:

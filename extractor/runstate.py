@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from extractor import __version__
-from extractor.config import Identity
+from extractor.config import Identity, RunOptions
 from extractor.progress import Counters
 from manifest.owner import StoreOwner
 from manifest.records import Source
@@ -94,8 +94,14 @@ async def begun_with_identity(owner: StoreOwner) -> Identity:
     return Identity.from_document(await owner.call(lambda store: store.identity()))
 
 
-async def require_same_inputs(owner: StoreOwner, out: Path, files: Sequence[InputFile]) -> None:
+async def require_same_inputs(
+    owner: StoreOwner, options: RunOptions, files: Sequence[InputFile]
+) -> None:
     """Raise ConfigMismatch for other prompts than the manifest's; this needs no server."""
     begun_with = await begun_with_identity(owner)
-    now = replace(begun_with, inputs=tuple(file.digest for file in files))
-    now.require_same(begun_with, out=out)
+    now = replace(
+        begun_with,
+        inputs=tuple(file.digest for file in files),
+        reading=options.reading_document,
+    )
+    now.require_same(begun_with, out=options.out)

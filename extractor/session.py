@@ -13,16 +13,18 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from extractor.admission import Admission, Room
 from extractor.budget import ByteBudget
 from extractor.client import Client
 from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
 from extractor.exchange import Exchange
 from extractor.mover import Mover, seal_left_open
-from extractor.plan import dump_bytes, refusal
+from extractor.plan import Refusal, dump_bytes
+from extractor.policy import OnDuplicate
 from extractor.preflight import Target, shm_budget
 from extractor.progress import Reporter
-from extractor.reading import in_thread
+from extractor.reading import in_thread, num_workers_for, prompts_of
 from extractor.reconcile import Reconciled
 from extractor.retry import Failure, Remedy, RetryPolicy
 from extractor.runstate import RunState
@@ -31,10 +33,10 @@ from extractor.shards import ShardSettings
 from extractor.signals import stop_on_signals
 from manifest.owner import StoreOwner
 from manifest.records import Failed, Moved, Planned, Rejected
-from manifest.states import Event, Reason
+from manifest.states import ASKED_FOR, Event, Reason
+from manifest.store import Store
 from prompts.inputs import InputFile
 from prompts.render import Renderer
-from prompts.stream import read_prompts
 from prompts.types import BadRow, Prompt
 
 REPORT_INTERVAL_S = 0.5
@@ -42,6 +44,7 @@ REPORT_INTERVAL_S = 0.5
 DRAIN_S = 25.0
 #: Failed rows that are named as they happen; `extractor status` lists all.
 SHOWN_FAILURES = 20
+REJECTIONS_PER_COMMIT = 1000
 
 
 class Session:
@@ -138,57 +141,65 @@ class Session:
 
     async def _admit_all(self, files: Sequence[InputFile], work: asyncio.TaskGroup) -> None:
         settled = self._state.settled
-        source_numbers = {file.path: number for number, file in enumerate(files)}
-        rows = read_prompts(files, self._renderer, skip=lambda ordinal: bool(settled[ordinal]))
-        async for item in in_thread(rows):
-            if self._stop.is_set():
-                return
-            source = source_numbers[item.source]
-            if isinstance(item, BadRow):
-                self._reject(item, source, Reason(item.reason.value), item.detail)
-                continue
-            refused = refusal(item, self._target.limits)
-            size = dump_bytes(item.num_tokens, self._layout, self._target.limits)
-            if refused is not None:
-                self._reject(item, source, refused.reason, refused.detail)
-                continue
-            if size > self.budget.total_bytes:
-                detail = (
-                    f"its dumps take {size} bytes, the budget under the dump root is "
-                    f"{self.budget.total_bytes} (--shm-budget)"
-                )
-                self._reject(item, source, Reason.TOO_LARGE, detail)
-                continue
-            await self._tasks.acquire()
-            if self._stop.is_set():
-                return
-            self._owner.post(
-                Planned(
-                    ordinal=item.ordinal,
-                    source=source,
-                    line=item.line,
-                    label=item.label,
-                    key=item.key,
-                    num_tokens=item.num_tokens,
-                    num_trained=item.num_trained,
-                )
-            )
-            work.create_task(self._process(item, size), name=f"prompt-{item.ordinal}")
+        sources = {file.path: number for number, file in enumerate(files)}
+        admission = Admission(
+            self._options.policy,
+            self._target.limits,
+            Room(layout=self._layout, budget_bytes=self.budget.total_bytes),
+            seen=await self._seen_keys(),
+        )
+        rows_left = self._counters.num_rows - self._counters.settled_before
+        with prompts_of(
+            files,
+            self._renderer,
+            num_workers=num_workers_for(rows_left, self._options.tokenizer_workers),
+            skip=lambda ordinal: bool(settled[ordinal]),
+        ) as rows:
+            async for row in in_thread(rows):
+                if self._stop.is_set():
+                    return
+                judged = admission.judge(row)
+                if isinstance(judged, Refusal):
+                    await self._reject(row, sources[row.source], judged)
+                    continue
+                await self._tasks.acquire()
+                if self._stop.is_set():
+                    return
+                size = dump_bytes(judged.num_tokens, self._layout, self._target.limits)
+                self._owner.post(_planned(judged, row, sources[row.source]))
+                work.create_task(self._process(judged, size), name=f"prompt-{row.ordinal}")
 
-    def _reject(self, row: Prompt | BadRow, source: int, reason: Reason, detail: str) -> None:
+    async def _seen_keys(self) -> dict[bytes, int]:
+        """The first row that gave each prompt so far; only where duplicates are left out."""
+        if self._options.policy.on_duplicate is not OnDuplicate.SKIP:
+            return {}
+
+        def read(store: Store) -> dict[bytes, int]:
+            seen: dict[bytes, int] = {}
+            for ordinal, key in store.keys():
+                seen.setdefault(bytes.fromhex(key), ordinal)
+            return seen
+
+        return await self._owner.call(read)
+
+    async def _reject(self, row: Prompt | BadRow, source: int, refused: Refusal) -> None:
         self._owner.post(
             Rejected(
                 ordinal=row.ordinal,
                 source=source,
                 line=row.line,
                 label=row.label,
-                reason=reason,
-                detail=detail,
+                part=row.part,
+                reason=refused.reason,
+                detail=refused.detail,
                 key=row.key if isinstance(row, Prompt) else None,
                 num_tokens=row.num_tokens if isinstance(row, Prompt) else None,
             )
         )
-        self._count_failed(row, reason, detail)
+        self._count_failed(row, refused.reason, refused.detail)
+        if self._counters.failed % REJECTIONS_PER_COMMIT == 0:
+            # Nothing else holds back the reading of a file of bad rows.
+            await self._owner.drain()
 
     async def _process(self, prompt: Prompt, size_bytes: int) -> None:
         """Attempts, until the prompt is stored or given up, or the run stops."""
@@ -239,6 +250,8 @@ class Session:
 
     def _count_failed(self, row: Prompt | BadRow, reason: Reason, detail: str) -> None:
         self._counters.failed += 1
+        if reason in ASKED_FOR:
+            return
         if self._counters.failed <= SHOWN_FAILURES:
             self._reporter.note(f"{row.source}:{row.line}: {reason}: {detail}")
         elif self._counters.failed == SHOWN_FAILURES + 1:
@@ -297,6 +310,24 @@ class Session:
         raise Interrupted(
             f"stopped; what was in flight after {DRAIN_S:.0f} s is sent again next time"
         )
+
+
+def _planned(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
+    detail = None
+    if isinstance(row, Prompt) and row.num_tokens > prompt.num_tokens:
+        detail = f"cut from {row.num_tokens} tokens"
+    return Planned(
+        ordinal=prompt.ordinal,
+        source=source,
+        line=prompt.line,
+        label=prompt.label,
+        part=prompt.part,
+        key=prompt.key,
+        num_tokens=prompt.num_tokens,
+        num_trained=prompt.num_trained,
+        alterations=tuple(alteration.value for alteration in prompt.alterations),
+        detail=detail,
+    )
 
 
 def shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:

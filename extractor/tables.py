@@ -33,6 +33,19 @@ def amount(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """
+    >>> [duration(s) for s in (0.4, 59.6, 3599, 90061)]
+    ['under a second', '1 min', '1 h 0 min', '25 h 1 min']
+    """
+    if seconds < 1:
+        return "under a second"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def parse_bytes(text: str) -> int:
     """
     >>> [parse_bytes(t) for t in ("4096", "64M", "1.5GiB", "2 g")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manifest.states import Event, Reason, State
 
@@ -29,6 +29,9 @@ class Planned:
     key: str  # digest of ids and mask
     num_tokens: int
     num_trained: int  # ones in the loss mask
+    part: int | None = None  # which of the prompts that the row expands to
+    alterations: tuple[str, ...] = ()  # what was changed on the way from the row to the prompt
+    detail: str | None = None  # more about that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +46,7 @@ class Rejected:
     detail: str
     key: str | None = None
     num_tokens: int | None = None
+    part: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +115,8 @@ class Row:
     size_bytes: int | None
     digest: str | None
     num_pieces: int | None
+    part: int | None = None
+    alterations: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +129,7 @@ class Totals:
     stored_bytes: int
     untrained: int  # stored samples whose mask is 0 throughout: they teach a drafter nothing
     duplicates: int  # stored samples whose key another stored sample of lower ordinal has
+    by_alteration: dict[str, int] = field(default_factory=dict)  # stored samples it was done to
 
     @property
     def num_rows(self) -> int:

@@ -64,3 +64,12 @@ def m001_initial(db: Database) -> None:
         "CREATE INDEX prompts_by_place ON prompts (shard, offset) WHERE shard IS NOT NULL",
     ):
         db.execute(statement)
+
+
+@migrations()
+def m002_parts_and_alterations(db: Database) -> None:
+    for statement in (
+        "ALTER TABLE prompts ADD COLUMN part INTEGER",
+        "ALTER TABLE prompts ADD COLUMN alterations TEXT",  # separated by commas
+    ):
+        db.execute(statement)

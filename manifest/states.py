@@ -85,6 +85,10 @@ class Reason(StrEnum):
     NONFINITE = "nonfinite"  # NaN or infinity among the states
 
 
+#: Rows that are left out because the user asked for it: no failures of the run.
+ASKED_FOR: Final = frozenset({Reason.DUPLICATE})
+
+
 class IllegalTransition(Exception):
     """The code asked for a transition that the table does not have: a defect."""
 

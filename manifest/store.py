@@ -37,7 +37,7 @@ _TERMINAL = "('stored', 'failed')"
 _PAGE_ROWS = 10_000
 _COLUMNS = (
     "ordinal, source, line, label, key, num_tokens, num_trained, state, reason, detail, "
-    "attempts, shard, offset, size_bytes, digest, num_pieces"
+    "attempts, shard, offset, size_bytes, digest, num_pieces, part, alterations"
 )
 
 
@@ -162,22 +162,24 @@ class Store:
         # key: some chat templates write today's date. Nothing of it is stored, so today's counts.
         cursor = self._db.conn.execute(
             "INSERT INTO prompts (ordinal, source, line, label, key, num_tokens, num_trained, "
-            "state) VALUES (?, ?, ?, ?, ?, ?, ?, 'planned') ON CONFLICT (ordinal) DO UPDATE SET "
-            "state = 'planned', key = excluded.key, num_tokens = excluded.num_tokens, "
-            f"num_trained = excluded.num_trained WHERE state NOT IN {_TERMINAL}",
+            "part, alterations, detail, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 'planned') "
+            "ON CONFLICT (ordinal) DO UPDATE SET state = 'planned', key = excluded.key, "
+            "num_tokens = excluded.num_tokens, num_trained = excluded.num_trained, "
+            "alterations = excluded.alterations, detail = excluded.detail "
+            f"WHERE state NOT IN {_TERMINAL}",
             (row.ordinal, row.source, row.line, row.label, row.key, row.num_tokens,
-             row.num_trained),
+             row.num_trained, row.part, ",".join(row.alterations) or None, row.detail),
         )  # fmt: skip
         if cursor.rowcount != 1:
             raise IllegalTransition(f"row {row.ordinal} is settled already")
 
     def _reject(self, row: Rejected) -> None:
         cursor = self._db.conn.execute(
-            "INSERT INTO prompts (ordinal, source, line, label, key, num_tokens, state, reason, "
-            "detail) VALUES (?, ?, ?, ?, ?, ?, 'failed', ?, ?) ON CONFLICT (ordinal) DO UPDATE "
-            "SET state = 'failed', reason = excluded.reason, detail = excluded.detail "
+            "INSERT INTO prompts (ordinal, source, line, label, key, num_tokens, part, state, "
+            "reason, detail) VALUES (?, ?, ?, ?, ?, ?, ?, 'failed', ?, ?) ON CONFLICT (ordinal) "
+            "DO UPDATE SET state = 'failed', reason = excluded.reason, detail = excluded.detail "
             f"WHERE state NOT IN {_TERMINAL}",
-            (row.ordinal, row.source, row.line, row.label, row.key, row.num_tokens,
+            (row.ordinal, row.source, row.line, row.label, row.key, row.num_tokens, row.part,
              row.reason.value, row.detail),
         )  # fmt: skip
         if cursor.rowcount != 1:
@@ -267,6 +269,14 @@ class Store:
             ),
         )
 
+    def keys(self) -> Iterator[tuple[int, str]]:
+        """Ordinal and key of every row that gave a prompt, by ordinal; duplicates left out."""
+        condition = f"key IS NOT NULL AND reason IS NOT '{Reason.DUPLICATE.value}'"
+        yield from self._pages(
+            f"SELECT ordinal, key FROM prompts WHERE {condition} AND ordinal > ? "
+            "ORDER BY ordinal LIMIT ?"
+        )
+
     def totals(self) -> Totals:
         with self._reading():
             by_state = self._db.execute(
@@ -280,7 +290,16 @@ class Store:
                 "COALESCE(SUM(num_trained = 0), 0), COUNT(DISTINCT key), COUNT(*) "
                 "FROM prompts WHERE state = 'stored'"
             ).fetchone()
+            altered = self._db.execute(
+                "SELECT alterations, COUNT(*) FROM prompts "
+                "WHERE state = 'stored' AND alterations IS NOT NULL GROUP BY alterations"
+            ).fetchall()
+        by_alteration: dict[str, int] = {}
+        for names, count in altered:
+            for name in names.split(","):
+                by_alteration[name] = by_alteration.get(name, 0) + count
         return Totals(
+            by_alteration=by_alteration,
             by_state={State(state): count for state, count in by_state},
             by_reason={Reason(reason): count for reason, count in by_reason},
             stored_tokens=tokens,
@@ -369,6 +388,7 @@ def _row(values: tuple[Any, ...]) -> Row:
     fields = dict(zip(names, values, strict=True))
     fields["state"] = State(fields["state"])
     fields["reason"] = None if fields["reason"] is None else Reason(fields["reason"])
+    fields["alterations"] = tuple(filter(None, (fields["alterations"] or "").split(",")))
     return Row(**fields)
 
 

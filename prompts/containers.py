@@ -16,7 +16,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from typing import Any, BinaryIO, Final
 
@@ -98,7 +98,7 @@ class Container:
 @contextmanager
 def open_container(path: str) -> Iterator[tuple[Container, DigestingFile]]:
     """The file's rows, and what digests it while they are read. Raises `InputError`."""
-    with _open(path) as file, tempfile.TemporaryDirectory(prefix="prompts-") as scratch:
+    with _open(path) as file, ExitStack() as stack:
         digesting = DigestingFile(file)
         with explained(path):
             outer = io.BufferedReader(digesting, CHUNK_BYTES)
@@ -106,9 +106,11 @@ def open_container(path: str) -> Iterator[tuple[Container, DigestingFile]]:
             kind = _kind(stream, path)
             columns_path = None
             if stream is not outer and kind in (Kind.PARQUET, Kind.ARROW):
-                columns_path = os.path.join(scratch, "columns")
-                with open(columns_path, "wb") as copy:  # these formats are read at random
-                    shutil.copyfileobj(stream, copy, CHUNK_BYTES)
+                # These formats are read at random.
+                copy = stack.enter_context(tempfile.NamedTemporaryFile(prefix="prompts-"))
+                shutil.copyfileobj(stream, copy, CHUNK_BYTES)
+                copy.flush()
+                columns_path = copy.name
         yield (
             Container(kind=kind, path=path, stream=stream, columns_path=columns_path),
             digesting,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def read_rows(
     *,
     skip: Callable[[int], bool] = lambda ordinal: False,
     count_parts: CountParts | None = None,
-) -> Iterator[RawRow]:
+) -> Generator[RawRow]:
     """Yields the rows of scanned files in order, but those whose ordinal `skip` says yes to.
 
     Raises `InputError` where a file cannot be read or no longer has the rows that were counted:

@@ -51,6 +51,8 @@ class Renderer:
     def __init__(self, tokenizer: Any = None, options: ReadingOptions = DEFAULTS) -> None:
         """`tokenizer`: a transformers tokenizer; without one only rows of ids give prompts."""
         self.options = options
+        #: What another process can load the same tokenizer from; None where it was handed over.
+        self.source: str | None = None
         self._tokenizer: ChatTokenizer | None = None
         self._finder: SpanFinder | None = None
         if tokenizer is not None:
@@ -72,6 +74,7 @@ class Renderer:
     ) -> Renderer:
         """With the tokenizer of a local model folder or a hub name. Raises `TokenizerError`."""
         renderer = cls(options=options)
+        renderer.source = path_or_name
         renderer._use(
             ChatTokenizer.load(
                 path_or_name,
@@ -121,6 +124,7 @@ class Renderer:
                 source=row.source,
                 line=row.line,
                 label=label,
+                part=row.part,
                 reason=exc.reason,
                 detail=exc.detail,
             )

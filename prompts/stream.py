@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from prompts.dialects import count_parts
 from prompts.inputs import CountParts, InputFile, RawRow, read_rows
@@ -27,7 +27,7 @@ def raw_rows(
     options: ReadingOptions,
     *,
     skip: Callable[[int], bool] = _skip_none,
-) -> Iterator[RawRow]:
+) -> Generator[RawRow]:
     """The rows, or the parts that they expand to, as `options` ask for. Raises `InputError`."""
     return read_rows(files, skip=skip, count_parts=parts_counter(options))
 

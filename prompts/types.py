@@ -167,6 +167,7 @@ class BadRow:
     label: str | None
     reason: RowReason
     detail: str
+    part: int | None = None
 
 
 def prompt_key(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer]) -> str:

@@ -214,6 +214,7 @@ def make_identity(**changes: Any) -> Identity:
         "quantization": None,
         "tokenizer_digest": "t",
         "template_digest": "u",
+        "reading": {"thinking": "template"},
         "inputs": ("i",),
         **changes,
     }

@@ -25,6 +25,7 @@ OTHER: dict[str, Any] = {
     "quantization": "fp8",
     "tokenizer_digest": "other",
     "template_digest": "other",
+    "reading": {"thinking": "drop"},
     "inputs": ("other",),
 }
 
@@ -47,9 +48,10 @@ def test_a_field_that_differs_is_named_with_both_values(field: str) -> None:
     with pytest.raises(ConfigMismatch) as caught:
         changed.require_same(identity, out=Path("out"))
     lines = str(caught.value).splitlines()
-    assert lines[1] == (
-        f"  {field}: out has {getattr(identity, field)!r}, this run has {OTHER[field]!r}"
-    )
+    name, before, now = field, getattr(identity, field), OTHER[field]
+    if field == "reading":
+        name, before, now = "reading.thinking", before["thinking"], now["thinking"]
+    assert lines[1] == f"  {name}: out has {before!r}, this run has {now!r}"
     assert len(lines) == 3
     assert "another --out" in lines[2]
 
@@ -81,10 +83,18 @@ def test_an_identity_of_another_version_is_refused_by_field() -> None:
 
 def test_an_identity_is_that_of_the_plugin_and_the_input() -> None:
     identity = Identity.of(
-        make_ready(quantization="fp8"), tokenizer_digest="a", template_digest="b", inputs=("c",)
+        make_ready(quantization="fp8"),
+        tokenizer_digest="a",
+        template_digest="b",
+        reading={"train": "all"},
+        inputs=("c",),
     )
     assert identity == make_identity(
-        quantization="fp8", tokenizer_digest="a", template_digest="b", inputs=("c",)
+        quantization="fp8",
+        tokenizer_digest="a",
+        template_digest="b",
+        reading={"train": "all"},
+        inputs=("c",),
     )
 
 

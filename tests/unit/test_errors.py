@@ -28,6 +28,7 @@ CODES = {
     "ServerLost": 3,
     "SpaceError": 4,
     "CorruptData": 1,
+    "RowRefused": 1,
     "Interrupted": 130,
 }
 

@@ -1,0 +1,104 @@
+"""Which prompts are sent: limits of the server, wishes of the user. Pure.
+
+A run and a dry run ask the same `Admission`, so that the second tells what the first would do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from extractor.config import Layout
+from extractor.errors import RowRefused
+from extractor.plan import Limits, Refusal, dump_bytes, refusal
+from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
+from manifest.states import Reason
+from prompts.types import BadRow, Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What dumps may take under the dump root."""
+
+    layout: Layout
+    budget_bytes: int
+
+
+class Admission:
+    """Judges rows in the order of the input."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: Limits | None,
+        room: Room | None,
+        *,
+        seen: dict[bytes, int] | None = None,
+    ) -> None:
+        """`limits`, `room`: None where no server tells them.
+
+        `seen`: key of each prompt that earlier sessions planned and the first row that gave it.
+        """
+        self._policy = policy
+        self._limits = limits
+        self._room = room
+        self._seen = {} if seen is None else seen
+        bounds = [policy.max_tokens, None if limits is None else limits.max_prompt_tokens]
+        self._longest = min((bound for bound in bounds if bound is not None), default=None)
+
+    def judge(self, row: Prompt | BadRow) -> Prompt | Refusal:
+        """The prompt to send, perhaps cut, or why there is none.
+
+        Raises RowRefused where the policy asks for a stop.
+        """
+        if isinstance(row, BadRow):
+            if self._policy.on_bad_row is OnBadRow.FAIL:
+                raise _stop(row, row.reason.value, row.detail, "--on-bad-row fail")
+            return Refusal(reason=Reason(row.reason.value), detail=row.detail)
+        if row.num_tokens < self._policy.min_tokens:
+            return Refusal(
+                reason=Reason.TOO_SHORT,
+                detail=f"{row.num_tokens} tokens, --min-tokens is {self._policy.min_tokens}",
+            )
+        prompt = row
+        if self._longest is not None and row.num_tokens > self._longest:
+            detail = self._too_long(row)
+            if self._policy.on_too_long is OnTooLong.FAIL:
+                raise _stop(row, Reason.TOO_LONG.value, detail, "--on-too-long fail")
+            if self._policy.on_too_long is OnTooLong.SKIP:
+                return Refusal(reason=Reason.TOO_LONG, detail=detail)
+            prompt = row.cut(self._longest)
+        return self._refusal(row, prompt) or prompt
+
+    def _refusal(self, row: Prompt, prompt: Prompt) -> Refusal | None:
+        if prompt.has_answer and not prompt.num_trained:
+            detail = "no token of its answers is trained"
+            if prompt is not row:
+                detail += f": they lie behind token {prompt.num_tokens}, where it was cut"
+            return Refusal(reason=Reason.NO_SUPERVISION, detail=detail)
+        if self._limits is not None and (refused := refusal(prompt, self._limits)) is not None:
+            return refused
+        if self._limits is not None and self._room is not None:
+            size = dump_bytes(prompt.num_tokens, self._room.layout, self._limits)
+            if size > self._room.budget_bytes:
+                detail = (
+                    f"its dumps take {size} bytes, the budget under the dump root is "
+                    f"{self._room.budget_bytes} (--shm-budget)"
+                )
+                return Refusal(reason=Reason.TOO_LARGE, detail=detail)
+        if self._policy.on_duplicate is OnDuplicate.SKIP:
+            first = self._seen.setdefault(bytes.fromhex(prompt.key), prompt.ordinal)
+            if first < prompt.ordinal:
+                return Refusal(reason=Reason.DUPLICATE, detail=f"row {first} gives the same prompt")
+        return None
+
+    def _too_long(self, row: Prompt) -> str:
+        if self._limits is not None and row.num_tokens > self._limits.max_prompt_tokens:
+            return f"{row.num_tokens} tokens, the server takes {self._limits.max_prompt_tokens}"
+        return f"{row.num_tokens} tokens, --max-tokens is {self._policy.max_tokens}"
+
+
+def _stop(row: Prompt | BadRow, reason: str, detail: str, option: str) -> RowRefused:
+    return RowRefused(
+        f"{row.source}:{row.line}: {reason}: {detail}. Mend the row, or leave {option} out. "
+        "What was stored stays; the same command goes on."
+    )

@@ -1,0 +1,233 @@
+"""`extractor run --dry-run`: what the run would do, without a trace of it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from extractor.admission import Admission, Room
+from extractor.client import Client
+from extractor.config import NO_TOKENIZER, Layout, RunOptions
+from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, as_options
+from extractor.errors import PluginError, ServerUnreachable, UsageError
+from extractor.files import free_bytes
+from extractor.forecast import Forecast, Speed, forecast_document, forecast_text
+from extractor.inputs import scan_prompts
+from extractor.plan import Limits, Request
+from extractor.preflight import (
+    Target,
+    layout_of,
+    limits_of,
+    require_plugin,
+    require_server,
+    require_wanted,
+    shm_budget,
+)
+from extractor.progress import Reporter
+from extractor.reading import in_thread, num_workers_for, prompts_of
+from extractor.retry import Failure
+from prompts.render import Renderer
+from prompts.types import Prompt
+from server_patch import settings
+
+#: How long the probe of the server's speed sends prompts.
+PROBE_S = 5.0
+#: The rids of the probe: without the prefix of ours, so that the plugin dumps nothing.
+PROBE_RID = "dry-run"
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a dry run found out."""
+
+    forecast: Forecast
+    speed: Speed | None
+    why_no_speed: str
+    free_bytes: int  # where the data set would be written
+
+    def to_document(self) -> dict[str, Any]:
+        """The stable JSON of `extractor run --dry-run --json`."""
+        return {**forecast_document(self.forecast, self.speed), "free_bytes": self.free_bytes}
+
+    def to_text(self) -> str:
+        """What `extractor run --dry-run` prints."""
+        return forecast_text(
+            self.forecast,
+            self.speed,
+            free_bytes=self.free_bytes,
+            why_no_speed=self.why_no_speed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Surroundings:
+    """What is known of the server, or of the model where there is no server."""
+
+    tokenizer: str
+    limits: Limits | None = None
+    layout: Layout | None = None
+    target: Target | None = None
+    why_no_speed: str = ""
+
+
+async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
+    """Tokenise every row and count. Sends a few prompts to the server, if one answers, to measure
+    its speed; writes nothing.
+
+    Raises InputError, TokenizerError, UsageError, ConfigMismatch.
+    """
+    async with Client(
+        options.server_url,
+        concurrency=options.concurrency,
+        request_timeout_s=options.request_timeout_s,
+    ) as client:
+        around = await _surroundings(options, client)
+        forecast = await _forecast(options, around, reporter)
+        speed = None
+        if around.target is not None and forecast.sample:
+            speed = await _measured(client, forecast.sample, options.concurrency)
+    return DryRun(
+        forecast=forecast,
+        speed=speed,
+        why_no_speed=around.why_no_speed or "no prompt could be sent.",
+        free_bytes=free_bytes(_nearest(options.out)),
+    )
+
+
+async def _surroundings(options: RunOptions, client: Client) -> _Surroundings:
+    try:
+        facts = await require_server(client, wait_s=options.server_wait_s)
+    except ServerUnreachable:
+        return _without_server(options)
+    tokenizer = options.tokenizer or facts.tokenizer_path
+    try:
+        ranks = require_plugin(options.dump_root, url=options.server_url, facts=facts)
+    except PluginError as error:
+        return _Surroundings(tokenizer=tokenizer, why_no_speed=str(error))
+    require_wanted(options, ranks[0].ready)
+    target = Target(facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
+    return _Surroundings(
+        tokenizer=tokenizer,
+        limits=target.limits,
+        layout=layout_of(target.ready),
+        target=target,
+    )
+
+
+def _without_server(options: RunOptions) -> _Surroundings:
+    tokenizer = options.tokenizer or options.model
+    why = f"no server answers at {options.server_url}."
+    if tokenizer is None:
+        raise UsageError(f"{why} Name a --tokenizer (or none, for rows of ids), or a --model.")
+    if options.model is None or not (Path(options.model) / "config.json").is_file():
+        return _Surroundings(tokenizer=tokenizer, why_no_speed=why)
+    limits, layout = _from_model(Path(options.model), options)
+    return _Surroundings(tokenizer=tokenizer, limits=limits, layout=layout, why_no_speed=why)
+
+
+def _from_model(folder: Path, options: RunOptions) -> tuple[Limits | None, Layout]:
+    """What a server of that model would serve, by its configuration."""
+    try:
+        config = orjson.loads((folder / "config.json").read_bytes())
+        config = {**config, **config.get("text_config", {})}
+        num_layers, hidden_size = config["num_hidden_layers"], config["hidden_size"]
+        dtype = _DTYPES[config.get("dtype") or config.get("torch_dtype") or "bfloat16"]
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder / 'config.json'}: no model's configuration ({error})") from error
+    layers = options.layers or DEFAULT_LAYERS
+    environ = {settings.DUMP_DIR: "/", settings.BOUNDARIES: layers}
+    try:
+        asked = settings.Settings.from_environ(environ)
+        assert asked is not None
+        boundaries = asked.resolve_boundaries(num_layers)
+    except settings.SettingsError as error:
+        raise UsageError(as_options(str(error))) from error
+    layout = Layout(
+        boundaries=boundaries,
+        hidden_size=hidden_size,
+        dtype=dtype,
+        last_kind=options.last_kind or DEFAULT_LAST_KIND,
+    )
+    longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
+    if not isinstance(longest, int) or not isinstance(vocab_size, int):
+        return None, layout
+    limits = Limits(max_prompt_tokens=longest - 1, vocab_size=vocab_size, chunk_tokens=longest)
+    return limits, layout
+
+
+async def _forecast(options: RunOptions, around: _Surroundings, reporter: Reporter) -> Forecast:
+    room = None
+    if around.layout is not None:
+        room = Room(layout=around.layout, budget_bytes=_budget(options, around))
+    forecast = Forecast(
+        admission=Admission(options.policy, around.limits, room),
+        limits=around.limits,
+        room=room,
+        num_held=2 * options.concurrency,
+        shard_bytes=options.shard_bytes,
+        num_movers=options.num_movers,
+    )
+    renderer = Renderer(options=options.reading)
+    if around.tokenizer != NO_TOKENIZER:
+        renderer = await asyncio.to_thread(Renderer.load, around.tokenizer, options.reading)
+    with tempfile.TemporaryDirectory(prefix="dry-run-") as scratch:
+        files = await asyncio.to_thread(
+            scan_prompts, options.prompts, options.reading, spool_directory=Path(scratch)
+        )
+        num_rows = sum(file.num_rows for file in files)
+        reporter.note(f"{num_rows:,} rows in {len(files):,} files; tokenising them")
+        workers = num_workers_for(num_rows, options.tokenizer_workers)
+        with prompts_of(files, renderer, num_workers=workers) as rows:
+            async for row in in_thread(rows):
+                forecast.add(row)
+    return forecast
+
+
+def _budget(options: RunOptions, around: _Surroundings) -> int:
+    if around.target is not None:
+        target = around.target
+        return shm_budget(target.ranks, options.shm_budget_bytes, limits=target.limits)
+    if options.shm_budget_bytes is not None:
+        return options.shm_budget_bytes
+    return free_bytes(_nearest(options.dump_root)) // 2
+
+
+async def _measured(client: Client, prompts: Sequence[Prompt], concurrency: int) -> Speed | None:
+    """The server's prefill speed, from as many of the prompts as it takes in `PROBE_S`."""
+    waiting = deque(enumerate(prompts))
+    num_tokens = num_prompts = 0
+    started = time.monotonic()
+
+    async def send() -> None:
+        nonlocal num_tokens, num_prompts
+        while waiting and time.monotonic() - started < PROBE_S:
+            number, prompt = waiting.popleft()
+            reply = await client.generate(Request(rid=f"{PROBE_RID}-{number}", prompt=prompt))
+            if not isinstance(reply, Failure):
+                num_tokens += prompt.num_tokens
+                num_prompts += 1
+
+    await client.generate(Request(rid=f"{PROBE_RID}-warm-up", prompt=prompts[0]))
+    started = time.monotonic()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(concurrency, len(prompts))):
+            tasks.create_task(send())
+    seconds = time.monotonic() - started
+    if not num_tokens:
+        return None
+    return Speed(tokens_per_s=num_tokens / seconds, num_prompts=num_prompts, seconds=seconds)
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())

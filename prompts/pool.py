@@ -1,0 +1,125 @@
+"""Rows tokenised in processes of their own: in order, bounded, away from our own interpreter.
+
+A tokenizer takes about a microsecond a token and a template's rendering some more; the process
+that feeds a server has better things to do with its one interpreter.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Final
+
+from prompts.inputs import RawRow
+from prompts.options import ReadingOptions
+from prompts.render import Renderer
+from prompts.types import BadRow, Prompt, TokenizerError
+
+#: What one process gets at a time: enough to make the passing of it cheap, little enough to share.
+BATCH_ROWS: Final = 64
+BATCH_BYTES: Final = 1 << 18
+#: Batches for each process that are sent and not taken back yet.
+BATCHES_AHEAD: Final = 3
+
+Batch = list[RawRow]
+Results = list[Prompt | BadRow]
+
+
+class RendererPool:
+    """`num_workers` processes that each load the tokenizer once."""
+
+    def __init__(self, tokenizer: str, options: ReadingOptions, *, num_workers: int) -> None:
+        """`tokenizer`: what `Renderer.load` takes. The processes start with the first rows."""
+        self.num_workers = num_workers
+        # Not by fork: this process has threads, and so have the libraries that it uses.
+        self._executor = ProcessPoolExecutor(
+            num_workers,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_begin,
+            initargs=(tokenizer, options),
+        )
+
+    def __enter__(self) -> RendererPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def prompts_from(self, rows: Iterable[RawRow]) -> Iterator[Prompt | BadRow]:
+        """What `Renderer.prompt_from` gives for each row, in order.
+
+        At most `BATCHES_AHEAD` batches for each process are read before the first of them is used.
+        Raises `TokenizerError` where a process dies.
+        """
+        ahead: deque[Future[Results]] = deque()
+        try:
+            for batch in _batches(rows):
+                ahead.append(self._executor.submit(_read, batch))
+                if len(ahead) >= BATCHES_AHEAD * self.num_workers:
+                    yield from ahead.popleft().result()
+            while ahead:
+                yield from ahead.popleft().result()
+        except BrokenProcessPool as exc:
+            raise TokenizerError(
+                "a process that tokenises ended by itself; is memory short? Run the same command "
+                "again, perhaps with fewer --tokenizer-workers (0: none)"
+            ) from exc
+        finally:
+            for future in ahead:
+                future.cancel()
+
+
+def _batches(rows: Iterable[RawRow]) -> Iterator[Batch]:
+    batch: Batch = []
+    size_bytes = 0
+    for row in rows:
+        batch.append(row)
+        size_bytes += len(row.data)
+        if len(batch) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
+# --- in the worker process --------------------------------------------------------------------
+
+_renderer: Renderer | None = None
+
+
+def _begin(tokenizer: str, options: ReadingOptions) -> None:
+    global _renderer
+    # A signal for the whole group (Ctrl-C, the end of a service) is for the parent to act on: it
+    # drains, and needs us for that.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    # Each process is one of several already.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _renderer = Renderer.load(tokenizer, options)
+
+
+def _end_with_parent() -> None:
+    # A killed parent closes no pipe that we would notice: we hold both ends ourselves.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _read(batch: Batch) -> Results:
+    assert _renderer is not None
+    return [_renderer.prompt_from(row) for row in batch]

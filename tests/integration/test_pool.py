@@ -1,0 +1,117 @@
+"""Tokenising in processes of their own: the same prompts, in order, few ahead, and no orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+import psutil
+import pytest
+from templates import QWEN3, tokenizer_for
+
+from prompts import pool as pools
+from prompts.inputs import RawRow
+from prompts.options import DEFAULTS, ReadingOptions, Train
+from prompts.pool import RendererPool
+from prompts.render import Renderer
+from prompts.types import BadRow, Prompt, TokenizerError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer_for(QWEN3).save_pretrained(path)
+    return str(path)
+
+
+def rows(count: int) -> Iterator[RawRow]:
+    for number in range(count):
+        turns = [
+            {"role": "user", "content": f"question {number}"},
+            {"role": "assistant", "content": "fine " * (number % 7)},  # some are empty: bad rows
+        ]
+        data = orjson.dumps({"id": number, "messages": turns})
+        yield RawRow(ordinal=number, source="a", line=number + 1, data=data)
+
+
+def facts(item: Prompt | BadRow) -> tuple[object, ...]:
+    if isinstance(item, BadRow):
+        return (item.ordinal, item.reason, item.detail)
+    return (item.ordinal, item.label, item.key, item.num_trained, item.alterations)
+
+
+def test_the_pool_gives_what_one_renderer_gives_in_the_same_order(folder: str) -> None:
+    options = ReadingOptions(train=Train.LAST)
+    renderer = Renderer.load(folder, options)
+    expected = [facts(renderer.prompt_from(row)) for row in rows(300)]
+    with RendererPool(folder, options, num_workers=2) as pool:
+        assert [facts(item) for item in pool.prompts_from(rows(300))] == expected
+    assert {type(reason) for _, reason, *_ in expected} != {str}  # bad rows were among them
+
+
+def test_only_a_few_batches_are_read_ahead(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "BATCH_ROWS", 4)
+    num_read = 0
+
+    def counted() -> Iterator[RawRow]:
+        nonlocal num_read
+        for row in rows(1000):
+            num_read += 1
+            yield row
+
+    with RendererPool(folder, DEFAULTS, num_workers=1) as pool:
+        items = pool.prompts_from(counted())
+        for taken in range(1, 9):
+            next(items)
+            assert num_read <= 4 * (pools.BATCHES_AHEAD + taken // 4 + 1)
+
+
+def test_a_process_that_dies_is_an_error_with_what_to_do(folder: str) -> None:
+    with RendererPool(folder, DEFAULTS, num_workers=1) as pool:
+        items = pool.prompts_from(rows(10_000))
+        next(items)
+        (child,) = [
+            process
+            for process in psutil.Process().children()
+            if "resource_tracker" not in " ".join(process.cmdline())
+        ]
+        child.send_signal(signal.SIGKILL)
+        with pytest.raises(TokenizerError, match="fewer --tokenizer-workers"):
+            list(items)
+
+
+def test_no_process_outlives_a_killed_parent(folder: str, tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import sys\n"
+        "from prompts.inputs import RawRow\n"
+        "from prompts.options import DEFAULTS\n"
+        "from prompts.pool import RendererPool\n"
+        "if __name__ == '__main__':\n"
+        "    def rows():\n"
+        "        while True:\n"
+        "            yield RawRow(ordinal=0, source='a', line=1, data=b'{\"text\": \"hi\"}')\n"
+        "    with RendererPool(sys.argv[1], DEFAULTS, num_workers=1) as pool:\n"
+        "        next(pool.prompts_from(rows()))\n"
+        "        print('ready', flush=True)\n"
+        "        sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, str(script), folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert parent.stdout is not None and parent.stdin is not None
+    with parent:
+        assert parent.stdout.readline() == b"ready\n"
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert children
+        parent.kill()
+        gone, alive = psutil.wait_procs(children, timeout=30)
+        assert (len(gone), alive) == (len(children), [])
