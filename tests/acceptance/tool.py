@@ -90,10 +90,10 @@ class Tool:
     environment: Mapping[str, str] = field(default_factory=dict)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
+    def start(self, *arguments: object, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "extractor", *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -103,9 +103,11 @@ class Tool:
         self.started.append(process)
         return process
 
-    def __call__(self, *arguments: object) -> Result:
-        process = self.start(*arguments)
-        stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    def __call__(self, *arguments: object, stdin: str | None = None) -> Result:
+        process = self.start(
+            *arguments, stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE
+        )
+        stdout, stderr = process.communicate(stdin, timeout=PATIENCE_S)
         return Result(process.returncode, stdout, stderr)
 
     def start_run(

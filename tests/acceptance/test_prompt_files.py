@@ -1,0 +1,175 @@
+"""Prompt files of every kind through the command, a server and verify."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from helpers import read_samples, rows_of
+from templates import QWEN3, tokenizer_for
+
+from acceptance.tool import Server, Tool
+from manifest.states import State
+from prompts.inputs import RawRow
+from prompts.options import ReadingOptions, Thinking
+from prompts.render import Renderer
+from prompts.types import Prompt
+
+USER = {"role": "user", "content": "hello there"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "w", "arguments": '{"city": "X"}'}}
+TOOL = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
+
+TOOL_CALLS = [
+    {
+        "uuid": f"u-{n}",
+        "reasoning": "off",
+        "tools": orjson.dumps([TOOL]).decode(),
+        "messages": [
+            {**USER, "tool_calls": None},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": f"rain {n}", "tool_calls": None},
+            {"role": "assistant", "content": "rain", "tool_calls": None},
+        ],
+    }
+    for n in range(4)
+]
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": f"q{n}"}, {"from": "gpt", "value": "a"}]}
+    for n in range(4)
+]
+MIXED = [
+    {"messages": [USER, {"role": "assistant", "content": "4", "reasoning_content": "add"}]},
+    {"instruction": "hello", "output": "fine"},
+    {"id": "bad", "conversations": [{"from": "narrator", "value": "x"}]},
+    {"messages": [USER, {"role": "assistant", "content": "long " * 700}]},
+    {"data": ["hello", "fine", "thanks"]},
+    {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+]
+ARROW = [{"text": "<|im_start|>user\nhello<|im_end|>\n"}, {"text": "weather"}]
+ROWS: list[dict[str, Any]] = [*TOOL_CALLS, *SHAREGPT, *MIXED, *ARROW]
+BAD, LONG = 10, 11
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[object]:
+    """A gzipped Parquet file, a JSON array, zstd JSONL and a directory of a Hugging Face data set;
+    no name tells what is in it."""
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(TOOL_CALLS), sink, row_group_size=3)
+    (tmp_path / "tools").write_bytes(gzip.compress(sink.getvalue()))
+    (tmp_path / "sharegpt.txt").write_text(json.dumps(SHAREGPT, indent=1))
+    lines = b"".join(orjson.dumps(row) + b"\n" for row in MIXED)
+    (tmp_path / "mixed.bin").write_bytes(zstandard.compress(lines))
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    table = pa.Table.from_pylist(ARROW)
+    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as writer:
+        writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    return [tmp_path / "tools", tmp_path / "shar*.txt", tmp_path / "mixed.bin", folder]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    tokenizer_for(QWEN3).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def arguments(
+    files: list[object], server: Server, out: Path, tokenizer: Path, *more: object
+) -> list[object]:
+    return [
+        "run", *files, "--out", out, "--server", server.url, "--dump-dir", server.root,
+        "--tokenizer", tokenizer, *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.timeout(240)
+def test_files_of_every_kind_become_verified_samples(
+    tool: Tool, server: Server, files: list[object], tokenizer: Path
+) -> None:
+    out = tool.cwd / "out"
+    options = ("--on-too-long", "truncate", "--max-tokens", 300)
+    command = arguments(files, server, out, tokenizer, *options)
+
+    forecast = tool(*command, "--dry-run", "--json")
+    assert forecast.returncode == 0, forecast.stderr
+    told = forecast.json()
+    assert not out.exists()
+    assert told["tokens_per_s"] > 0 and told["eta_s"] >= 0
+
+    done = tool(*command, "--tokenizer-workers", 1, "--json")
+    assert done.returncode == 1, done.stderr  # one row is bad
+    summary = done.json()
+    assert summary["failed"] == {"unknown_role": 1}
+    assert summary["altered"] == {"arguments_parsed": 4, "truncated": 1}
+    for name in ("failed", "altered", "untrained", "tokens"):
+        assert told[name] == summary[name], name
+    assert told["bytes"] >= summary["bytes"]
+    assert tool("verify", out).returncode == 0
+
+    renderer = Renderer.load(str(tokenizer))
+    samples = read_samples(out)
+    assert sorted(samples) == [n for n in range(len(ROWS)) if n != BAD]
+    for ordinal, sample in samples.items():
+        data = orjson.dumps(ROWS[ordinal])
+        row = RawRow(ordinal=ordinal, source="x", line=1, data=data)
+        prompt = renderer.prompt_from(row)
+        assert isinstance(prompt, Prompt)
+        if ordinal == LONG:
+            detail = f"cut from {prompt.num_tokens} tokens"
+            prompt = prompt.cut(300)
+        assert sample.ids == tuple(prompt.input_ids.tolist()), ordinal
+        assert sample.mask == tuple(prompt.loss_mask.tolist()), ordinal
+
+    rows = rows_of(out)
+    assert [row.ordinal for row in rows if row.state is State.FAILED] == [BAD]
+    assert rows[LONG].alterations == ("truncated",)
+    assert rows[LONG].detail == detail
+    assert rows[BAD].detail is not None and "narrator" in rows[BAD].detail
+
+    again = tool(*command, "--json")
+    assert again.json()["session"]["sent"] == 0
+    other = tool(*arguments(files, server, out, tokenizer), "--json")
+    assert other.returncode == 2
+    assert "reading.on_too_long: out has 'truncate', this run has 'skip'" in other.stderr.replace(
+        str(out), "out"
+    )
+
+
+@pytest.mark.timeout(120)
+def test_standard_input_is_resumed_with_and_without_it(
+    tool: Tool, server: Server, tokenizer: Path
+) -> None:
+    out = tool.cwd / "out"
+    thought = {"role": "assistant", "content": "4", "reasoning_content": "add"}
+    row = {"messages": [USER, thought, USER, {**thought, "content": "9"}]}
+    data = orjson.dumps(row).decode() + "\n"
+    command = arguments(["-"], server, out, tokenizer, "--thinking", "expand", "--json")
+    first = tool(*command, stdin=data)
+    assert first.returncode == 0, first.stderr
+    assert first.json()["rows"]["stored"] == 2
+    for stdin in (data, ""):
+        again = tool(*command, stdin=stdin)
+        assert (again.returncode, again.json()["session"]["sent"]) == (0, 0), again.stderr
+    other = tool(*command, stdin=data * 2)
+    assert (other.returncode, "standard input is not what" in other.stderr) == (2, True)
+    assert tool("verify", out).returncode == 0
+
+    renderer = Renderer.load(str(tokenizer), ReadingOptions(thinking=Thinking.EXPAND))
+    for part, sample in read_samples(out).items():
+        prompt = renderer.prompt_from(
+            RawRow(ordinal=part, source="-", line=1, data=data.encode(), part=part)
+        )
+        assert isinstance(prompt, Prompt)
+        assert sample.mask == tuple(prompt.loss_mask.tolist())
+    assert [row.part for row in rows_of(out)] == [0, 1]
