@@ -166,7 +166,7 @@ class Session:
                 if self._stop.is_set():
                     return
                 size = dump_bytes(judged.num_tokens, self._layout, self._target.limits)
-                self._owner.post(_planned(judged, row, sources[row.source]))
+                self._owner.post(planned_row(judged, row, sources[row.source]))
                 work.create_task(self._process(judged, size), name=f"prompt-{row.ordinal}")
 
     async def _seen_keys(self) -> dict[bytes, int]:
@@ -312,7 +312,8 @@ class Session:
         )
 
 
-def _planned(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
+def planned_row(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
+    """What the manifest is told of a prompt; `row`: the same before it was cut."""
     detail = None
     if isinstance(row, Prompt) and row.num_tokens > prompt.num_tokens:
         detail = f"cut from {row.num_tokens} tokens"

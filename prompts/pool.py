@@ -122,4 +122,4 @@ def _end_with_parent() -> None:
 
 def _read(batch: Batch) -> Results:
     assert _renderer is not None
-    return [_renderer.prompt_from(row) for row in batch]
+    return _renderer.prompts_from(batch)

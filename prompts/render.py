@@ -12,7 +12,7 @@ import orjson
 import xxhash
 
 from prompts.align import Encoding, Span, mark_spans
-from prompts.dialects import Ids, Item, Text, decode_row, label_of, read_item
+from prompts.dialects import Ids, Text, decode_row, label_of, read_item
 from prompts.inputs import RawRow
 from prompts.mask import Rendering, SpanFinder, without_thinking
 from prompts.options import DEFAULTS, ReadingOptions, Thinking
@@ -27,11 +27,14 @@ NO_DIGEST: Final = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tokens:
-    """What becomes of a row that can be used."""
+class _Draft:
+    """A row read and rendered, but not tokenised."""
 
-    input_ids: npt.NDArray[np.int32]  # [N]
-    loss_mask: npt.NDArray[np.uint8]  # [N]
+    row: RawRow
+    label: str | None
+    text: str | None  # None where the row holds ids
+    ids: Ids | None = None
+    spans: Sequence[Span] | None = None  # of the text, to be trained; None: all of it
     alterations: frozenset[Alteration] = frozenset()
     has_answer: bool = False
 
@@ -113,49 +116,96 @@ class Renderer:
 
     def prompt_from(self, row: RawRow) -> Prompt | BadRow:
         """The row's prompt; never raises for what is in the row."""
+        return self.prompts_from([row])[0]
+
+    def prompts_from(self, rows: Sequence[RawRow]) -> list[Prompt | BadRow]:
+        """The same for several rows, in their order.
+
+        Step by step rather than row by row: each step runs with warm caches, which makes a quarter
+        of the time.
+        """
+        drafts = [self._draft(row) for row in rows]
+        encodings = [self._encoding(draft) for draft in drafts]
+        return [
+            draft if isinstance(draft, BadRow) else self._prompt(draft, encoding)
+            for draft, encoding in zip(drafts, encodings, strict=True)
+        ]
+
+    def _draft(self, row: RawRow) -> _Draft | BadRow:
         label = None
         try:
             fields = decode_row(row.data)
             label = label_of(fields)
-            tokens = self._tokens(read_item(fields, self.options), row.part)
+            item = read_item(fields, self.options)
+            if isinstance(item, Ids):
+                return _Draft(row=row, label=label, text=None, ids=item)
+            if self._tokenizer is None or self._finder is None:
+                detail = "needs a tokenizer: pass --tokenizer"
+                raise RowError(RowReason.RENDER_FAILED, detail)
+            if isinstance(item, Text):
+                return _Draft(row=row, label=label, text=item.text)
+            if row.part is not None:
+                item = _up_to_answer(item, row.part)
+            reader = _ConversationReader(self._tokenizer, self._finder, self.options, item)
+            text, spans = reader.text_and_spans()
         except RowError as exc:
-            return BadRow(
-                ordinal=row.ordinal,
-                source=row.source,
-                line=row.line,
-                label=label,
-                part=row.part,
-                reason=exc.reason,
-                detail=exc.detail,
-            )
+            return _bad_row(row, label, exc)
+        return _Draft(
+            row=row,
+            label=label,
+            text=text,
+            spans=spans,
+            alterations=frozenset(reader.alterations),
+            has_answer=bool(spans),
+        )
+
+    def _encoding(self, draft: _Draft | BadRow) -> Encoding | None:
+        if isinstance(draft, BadRow) or draft.text is None or self._tokenizer is None:
+            return None
+        return self._tokenizer.encode(draft.text)
+
+    def _prompt(self, draft: _Draft, encoding: Encoding | None) -> Prompt | BadRow:
+        row = draft.row
+        try:
+            ids, mask = self._ids_and_mask(draft, encoding)
+        except RowError as exc:
+            return _bad_row(row, draft.label, exc)
         return Prompt(
             ordinal=row.ordinal,
             source=row.source,
             line=row.line,
-            label=label,
+            label=draft.label,
             part=row.part,
-            input_ids=tokens.input_ids,
-            loss_mask=tokens.loss_mask,
-            alterations=tuple(sorted(tokens.alterations)),
-            has_answer=tokens.has_answer,
+            input_ids=ids,
+            loss_mask=mask,
+            alterations=tuple(sorted(draft.alterations)),
+            has_answer=draft.has_answer,
         )
 
-    def _tokens(self, item: Item, part: int | None) -> _Tokens:
-        if isinstance(item, Ids):
-            mask = item.loss_mask
-            return _Tokens(
-                input_ids=item.input_ids,
-                loss_mask=np.ones(item.input_ids.size, dtype=np.uint8) if mask is None else mask,
-            )
-        if self._tokenizer is None or self._finder is None:
-            detail = "needs a tokenizer: pass --tokenizer"
-            raise RowError(RowReason.RENDER_FAILED, detail)
-        if isinstance(item, Text):
-            ids = np.array(_encode(self._tokenizer, item.text).ids, dtype=np.int32)
-            return _Tokens(input_ids=ids, loss_mask=np.ones(ids.size, dtype=np.uint8))
-        if part is not None:
-            item = _up_to_answer(item, part)
-        return _ConversationReader(self._tokenizer, self._finder, self.options, item).tokens()
+    def _ids_and_mask(
+        self, draft: _Draft, encoding: Encoding | None
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        if draft.ids is not None:
+            ids, mask = draft.ids.input_ids, draft.ids.loss_mask
+            return ids, np.ones(ids.size, dtype=np.uint8) if mask is None else mask
+        assert self._tokenizer is not None and encoding is not None
+        _check_beginning(self._tokenizer, encoding)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        if draft.spans is None:
+            return ids, np.ones(ids.size, dtype=np.uint8)
+        return ids, mark_spans(encoding, draft.spans)
+
+
+def _bad_row(row: RawRow, label: str | None, error: RowError) -> BadRow:
+    return BadRow(
+        ordinal=row.ordinal,
+        source=row.source,
+        line=row.line,
+        label=label,
+        part=row.part,
+        reason=error.reason,
+        detail=error.detail,
+    )
 
 
 def _up_to_answer(conversation: Conversation, part: int) -> Conversation:
@@ -180,14 +230,15 @@ class _ConversationReader:
         self._finder = finder
         self._options = options
         self._tools = conversation.tools
-        self._alterations = set(conversation.alterations)
+        self.alterations = set(conversation.alterations)
         self._turns = conversation.turns
         if options.thinking is Thinking.DROP:
             self._turns = tuple(map(without_reasoning, self._turns))
             if self._turns != conversation.turns:
-                self._alterations.add(Alteration.THINKING_DROPPED)
+                self.alterations.add(Alteration.THINKING_DROPPED)
 
-    def tokens(self) -> _Tokens:
+    def text_and_spans(self) -> tuple[str, list[Span]]:
+        """The rendering, and what of it is to be trained. Raises `RowError`."""
         rendering = self._rendering(self._turns)
         answers = rendering.answers
         thoughtful = [index for index in answers if reasoning_of(rendering.turns[index])]
@@ -204,20 +255,14 @@ class _ConversationReader:
                 raise RowError(RowReason.THINKING_LOST, detail)
         # What is hidden of an expanded row's history is hidden at inference as well.
         if hidden and self._options.thinking is not Thinking.EXPAND:
-            self._alterations.add(Alteration.THINKING_HIDDEN)
+            self.alterations.add(Alteration.THINKING_HIDDEN)
         marked = [
             spans[index]
             if self._options.train_thinking
             else without_thinking(rendering, index, spans[index])
             for index in trained
         ]
-        encoding = _encode(self._tokenizer, rendering.text)
-        return _Tokens(
-            input_ids=np.array(encoding.ids, dtype=np.int32),
-            loss_mask=mark_spans(encoding, marked),
-            alterations=frozenset(self._alterations),
-            has_answer=bool(trained),
-        )
+        return rendering.text, marked
 
     def _must_show(self, index: int, answers: Sequence[int]) -> bool:
         if self._options.thinking is Thinking.KEEP:
@@ -243,7 +288,7 @@ class _ConversationReader:
         for index in indices:
             turns[index] = with_reasoning_inlined(turns[index])
         if turns != list(rendering.turns):
-            self._alterations.add(Alteration.THINKING_INLINED)
+            self.alterations.add(Alteration.THINKING_INLINED)
         return self._rendering(tuple(turns))
 
     def _check_complete(self, rendering: Rendering) -> None:
@@ -266,9 +311,9 @@ class _ConversationReader:
                     raise RowError(RowReason.RENDER_FAILED, detail)
                 for call in turn.tool_calls:
                     if call.text is not None and not form.arguments_as_text:
-                        self._alterations.add(Alteration.ARGUMENTS_PARSED)
+                        self.alterations.add(Alteration.ARGUMENTS_PARSED)
                     if call.text is None and form.arguments_as_text:
-                        self._alterations.add(Alteration.ARGUMENTS_WRITTEN)
+                        self.alterations.add(Alteration.ARGUMENTS_WRITTEN)
                 continue
             content = turn.content.strip()
             found = text.find(content, 0 if turn.role == "system" else position)
@@ -291,8 +336,7 @@ def _hidden(rendering: Rendering, indices: Iterable[int], spans: dict[int, Span]
     ]
 
 
-def _encode(tokenizer: ChatTokenizer, text: str) -> Encoding:
-    encoding = tokenizer.encode(text)
+def _check_beginning(tokenizer: ChatTokenizer, encoding: Encoding) -> None:
     if not encoding.ids:
         raise RowError(RowReason.EMPTY_PROMPT, "no token comes out")
     if list(encoding.ids[:2]) == [tokenizer.bos_id] * 2:
@@ -300,4 +344,3 @@ def _encode(tokenizer: ChatTokenizer, text: str) -> Encoding:
             "the prompt begins with two BOS tokens: the template or the row writes one too many"
         )
         raise RowError(RowReason.RENDER_FAILED, detail)
-    return encoding

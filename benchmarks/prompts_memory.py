@@ -1,0 +1,105 @@
+"""Memory of planning a million short rows: read, tokenised, judged, written to the manifest.
+
+    python -m benchmarks.prompts_memory TOKENIZER [--rows 1000000] [--workers 1]
+
+Does what a run does with its rows up to sending them, and prints the resident memory of this
+process and of those that tokenise at a tenth of the rows and at the end. Exits with 1 where the
+end needs more than 16 MiB beyond a byte for each row (which a run keeps for what is settled).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import orjson
+import psutil
+
+from extractor.admission import Admission
+from extractor.plan import Limits, Refusal
+from extractor.policy import DEFAULT_POLICY
+from extractor.reading import in_thread, prompts_of
+from extractor.session import planned_row
+from manifest.owner import StoreOwner
+from manifest.records import Source
+from prompts.inputs import scan_inputs
+from prompts.render import Renderer
+
+LIMITS = Limits(max_prompt_tokens=4096, vocab_size=2**31, chunk_tokens=4096)
+PLANNED_PER_COMMIT = 1000
+ALLOWED_BYTES = 16 << 20
+
+
+def write_rows(path: Path, count: int) -> None:
+    with path.open("wb") as file:
+        for number in range(count):
+            turns = [
+                {"role": "user", "content": f"{number} + 1?"},
+                {"role": "assistant", "content": f"{number + 1}"},
+            ]
+            file.write(orjson.dumps({"id": number, "messages": turns}) + b"\n")
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Of this process, and of its children."""
+    this = psutil.Process()
+    return this.memory_info().rss, sum(one.memory_info().rss for one in this.children())
+
+
+async def plan(path: Path, tokenizer: str, *, workers: int, rows: int) -> list[tuple[int, int]]:
+    files = scan_inputs([path])
+    settled = bytearray(rows)
+    admission = Admission(DEFAULT_POLICY, LIMITS, None)
+    owner = await StoreOwner.open(path.with_name("manifest.sqlite"))
+    source = Source(number=0, path="p", size_bytes=0, digest="d", num_rows=rows)
+    await owner.call(lambda store: store.begin({}, [source]))
+    renderer = Renderer.load(tokenizer)
+    measured = []
+    started = time.monotonic()
+    with prompts_of(
+        files, renderer, num_workers=workers, skip=lambda n: bool(settled[n])
+    ) as prompts:
+        count = 0
+        async for row in in_thread(prompts):
+            judged = admission.judge(row)
+            assert not isinstance(judged, Refusal), judged
+            owner.post(planned_row(judged, row, 0))
+            count += 1
+            if count % PLANNED_PER_COMMIT == 0:
+                await owner.drain()
+            if count in (rows // 10, rows):
+                measured.append(resident_bytes())
+                seconds = time.monotonic() - started
+                print(
+                    f"{count:,} rows planned in {seconds:.0f} s: "
+                    f"{measured[-1][0] / 2**20:.0f} MiB here, "
+                    f"{measured[-1][1] / 2**20:.0f} MiB in {workers} tokenising processes",
+                    flush=True,
+                )
+    await owner.close()
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("tokenizer")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--workers", type=int, default=1)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "prompts.jsonl")
+        write_rows(path, arguments.rows)
+        tenth, end = asyncio.run(
+            plan(path, arguments.tokenizer, workers=arguments.workers, rows=arguments.rows)
+        )
+    grown = [after - before for before, after in zip(tenth, end, strict=True)]
+    print(f"grown by {grown[0] / 2**20:.1f} MiB here, {grown[1] / 2**20:.1f} MiB in the others")
+    sys.exit(max(grown) > ALLOWED_BYTES + arguments.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What a dry run tells of the rows it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from helpers import LAYOUT, Ids, prompt_of
+
+from extractor.admission import Admission, Room
+from extractor.forecast import SAMPLED, Forecast, Speed, forecast_document, forecast_text
+from extractor.plan import Limits, dump_bytes
+from extractor.policy import Policy
+from extractor.shard_format import header_room, sample_bytes
+from prompts.types import BadRow, RowReason
+
+LIMITS = Limits(max_prompt_tokens=1000, vocab_size=5000, chunk_tokens=64)
+GENEROUS = 1 << 40
+
+
+def forecast_of(
+    lengths: list[int], *, budget: int = GENEROUS, known: bool = True, **changes: Any
+) -> Forecast:
+    room = Room(layout=LAYOUT, budget_bytes=budget) if known else None
+    limits = LIMITS if known else None
+    values: dict[str, Any] = {
+        "num_held": 4,
+        "shard_bytes": 1 << 20,
+        "num_movers": 2,
+        **changes,
+    }
+    forecast = Forecast(
+        admission=Admission(Policy(), limits, room), limits=limits, room=room, **values
+    )
+    for ordinal, length in enumerate(lengths):
+        mask = (0, *[1] * (length - 1))
+        forecast.add(prompt_of(Ids(ids=(7,) * length, mask=mask), ordinal=ordinal))
+    return forecast
+
+
+def test_counts_tokens_and_reasons_add_up() -> None:
+    forecast = forecast_of([5, 1001, 1])
+    forecast.add(
+        BadRow(ordinal=3, source="a", line=4, label=None, reason=RowReason.BAD_JSON, detail="x")
+    )
+    assert (forecast.num_rows, forecast.num_prompts, forecast.num_tokens) == (4, 2, 6)
+    assert forecast.by_reason == {"too_long": 1, "bad_json": 1}
+    assert (forecast.trained_tokens, forecast.untrained) == (4, 1)
+
+
+def test_quantiles_are_lengths_that_so_many_prompts_do_not_exceed() -> None:
+    forecast = forecast_of([*range(1, 101)])
+    assert forecast.quantiles() == {"min": 1, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    assert forecast_of([]).quantiles() == {}
+
+
+def test_bytes_are_those_of_samples_and_headers() -> None:
+    forecast = forecast_of([10, 20])
+    data = sample_bytes(10, LAYOUT) + sample_bytes(20, LAYOUT)
+    assert forecast.num_shards == 2  # one for each mover
+    assert forecast.output_bytes == data + 2 * header_room(1, LAYOUT)
+    many = forecast_of([500] * 100)
+    assert many.num_shards == -(-100 * sample_bytes(500, LAYOUT) // (1 << 20))
+
+
+def test_the_peak_is_the_largest_dumps_that_can_lie_there_together_within_the_budget() -> None:
+    largest = [900, 800, 700, 600]
+    forecast = forecast_of([10, *largest, 20])
+    expected = sum(dump_bytes(length, LAYOUT, LIMITS) for length in largest)
+    assert forecast.shm_peak_bytes == expected
+    assert forecast_of([10, *largest], budget=250_000).shm_peak_bytes == 250_000
+
+
+def test_the_sample_is_bounded_and_fair_enough_to_hold_late_rows() -> None:
+    forecast = forecast_of([4] * (4 * SAMPLED))
+    assert len(forecast.sample) == SAMPLED
+    assert max(prompt.ordinal for prompt in forecast.sample) > 2 * SAMPLED
+
+
+def test_what_is_not_known_is_said_plainly() -> None:
+    forecast = forecast_of([5, 6], known=False)
+    document = forecast_document(forecast, None)
+    for name in ("bytes", "shards", "shm_peak_bytes", "tokens_per_s", "eta_s"):
+        assert document[name] is None
+    text = forecast_text(forecast, None, free_bytes=1, why_no_speed="nobody there.")
+    assert "Bytes are not known: that takes a server with the plugin" in text
+    assert "The time is not known: nobody there." in text
+
+
+def test_the_time_comes_from_the_measured_speed_and_a_full_disk_is_told() -> None:
+    forecast = forecast_of([100] * 90)
+    speed = Speed(tokens_per_s=3.0, num_prompts=9, seconds=5.0)
+    assert forecast_document(forecast, speed)["eta_s"] == 3000.0
+    text = forecast_text(forecast, speed, free_bytes=10, why_no_speed="")
+    assert "50 min" in text
+    assert "Measured with 9 of the prompts in 5.0 s" in text
+    assert "That does not fit: free space" in text
