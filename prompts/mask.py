@@ -87,6 +87,10 @@ class SpanFinder:
                 raise RowError(RowReason.MASK_FAILED, detail)
         return spans
 
+    def end_marker(self, rendering: Rendering) -> str:
+        """What the template writes behind the last turn's content. Raises `RowError`."""
+        return _Locator(rendering, len(rendering.turns) - 1).closing()
+
     def _around_content(self, rendering: Rendering, index: int, position: int) -> Span | None:
         """The span of a plain answer between the header and the marker, if that is certain."""
         turn, text = rendering.turns[index], rendering.text
@@ -171,6 +175,10 @@ class _Locator:
 
     def span(self) -> Span:
         return self._start(), self._end()
+
+    def closing(self) -> str:
+        """What follows the turn's content where it is the last one."""
+        return self._around_stand_in(self._turns[: self._index + 1], as_content=True)[1]
 
     def _start(self) -> int:
         if self._tokenizer.generation_prompt:

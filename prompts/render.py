@@ -16,7 +16,13 @@ from prompts.dialects import Ids, Text, decode_row, label_of, read_item
 from prompts.inputs import RawRow
 from prompts.mask import Rendering, SpanFinder, without_thinking
 from prompts.options import DEFAULTS, ReadingOptions, Thinking
-from prompts.thinking import reasoning_of, with_reasoning_inlined, without_reasoning
+from prompts.thinking import (
+    THINK_END,
+    THINK_START,
+    reasoning_of,
+    with_reasoning_inlined,
+    without_reasoning,
+)
 from prompts.tokenizer import ChatTokenizer
 from prompts.tools import tool_name
 from prompts.turns import Conversation, Turn
@@ -143,7 +149,12 @@ class Renderer:
                 detail = "needs a tokenizer: pass --tokenizer"
                 raise RowError(RowReason.RENDER_FAILED, detail)
             if isinstance(item, Text):
-                return _Draft(row=row, label=label, text=item.text)
+                return _Draft(
+                    row=row,
+                    label=label,
+                    text=item.text,
+                    alterations=_remarks(self._tokenizer, item.text),
+                )
             if row.part is not None:
                 item = _up_to_answer(item, row.part)
             reader = _ConversationReader(self._tokenizer, self._finder, self.options, item)
@@ -208,6 +219,13 @@ def _bad_row(row: RawRow, label: str | None, error: RowError) -> BadRow:
     )
 
 
+def _remarks(tokenizer: ChatTokenizer, text: str) -> frozenset[Alteration]:
+    tokens = tokenizer.control_tokens
+    if tokens and not any(token in text for token in tokens):
+        return frozenset({Alteration.NO_CONTROL_TOKEN})
+    return frozenset()
+
+
 def _up_to_answer(conversation: Conversation, part: int) -> Conversation:
     """The conversation up to its assistant turn number `part`; whole where it has none."""
     answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
@@ -246,7 +264,11 @@ class _ConversationReader:
         located = sorted({*trained, *thoughtful})
         spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
         hidden = _hidden(rendering, thoughtful, spans)
-        if lost := [index for index in hidden if self._must_show(index, answers)]:
+        lost = [index for index in hidden if self._must_show(index, answers)]
+        if lost == answers[-1:] and (written := self._written(rendering)) is not None:
+            rendering, spans[lost[0]] = written
+            hidden.remove(lost[0])
+        elif lost:
             rendering = self._inlined(rendering, lost)
             spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
             hidden = _hidden(rendering, thoughtful, spans)
@@ -281,6 +303,22 @@ class _ConversationReader:
         )
         self._check_complete(rendering)
         return rendering
+
+    def _written(self, rendering: Rendering) -> tuple[Rendering, Span] | None:
+        """The last turn as the model would have answered a generation prompt that opens a block;
+        None where the prompt does not, or where that is not certain."""
+        turns, tokenizer = rendering.turns, self._tokenizer
+        header = tokenizer.generation_prompt
+        if not header.rstrip().endswith(THINK_START) or turns[-1].tool_calls:
+            return None
+        if [turn.role == "assistant" for turn in turns[-2:]] != [False, True]:
+            return None
+        asked = self._rendering(turns[:-1]).text
+        marker = self._finder.end_marker(rendering)
+        answer = without_reasoning(turns[-1]).content.strip()
+        text = f"{asked}{reasoning_of(turns[-1])}\n{THINK_END}\n\n{answer}{marker}"
+        self.alterations.add(Alteration.THINKING_WRITTEN)
+        return replace(rendering, text=text), (len(asked), len(text.rstrip()))
 
     def _inlined(self, rendering: Rendering, indices: Iterable[int]) -> Rendering:
         """The same with the reasoning of those turns as a block in their content."""

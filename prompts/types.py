@@ -60,7 +60,8 @@ class RowReason(StrEnum):
 class Alteration(StrEnum):
     """What was changed on the way from a row to its prompt. Closed, counted, kept in the manifest.
 
-    The row still gave a prompt; these say in which way it is not the row as it was written.
+    The row still gave a prompt; these say in which way it is not the row as it was written (or, as
+    `NO_CONTROL_TOKEN`, what else is remarkable about it).
     """
 
     #: Cut to the longest length that is allowed (`--on-too-long truncate`).
@@ -73,6 +74,11 @@ class Alteration(StrEnum):
     THINKING_HIDDEN = "thinking_hidden"
     #: Reasoning was put into the content as a `<think>` block, as the template knows no field.
     THINKING_INLINED = "thinking_inlined"
+    #: Reasoning was written behind the generation prompt, which opens a `<think>` block that the
+    #: template closes for no finished turn: what the model itself would have answered.
+    THINKING_WRITTEN = "thinking_written"
+    #: A text that is taken for rendered has no control token in it: was it?
+    NO_CONTROL_TOKEN = "no_control_token"
     #: A role's name was mapped (`--role-map`).
     ROLE_MAPPED = "role_mapped"
     #: Arguments that were a string were rendered as an object: white space may differ.

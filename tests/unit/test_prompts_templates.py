@@ -231,6 +231,44 @@ def test_case_90_expand_gives_each_answer_its_reasoning_and_the_history_as_it_wa
     assert (first.part, second.part, second.alterations) == (0, 1, ())
 
 
+@pytest.mark.parametrize("thinking", [Thinking.KEEP, Thinking.EXPAND])
+@pytest.mark.parametrize(
+    "turn",
+    [thoughtful("4", "add"), answer("<think>\nadd\n</think>\n\n4")],
+    ids=["field", "inline"],
+)
+def test_case_90_reasoning_is_written_where_only_the_generation_prompt_opens_a_block(
+    thinking: Thinking, turn: dict[str, Any]
+) -> None:
+    turns = [user("hello"), answer("fine"), user("2+2?"), turn]
+    prompt = prompt_of("deepseek-r1", turns, ReadingOptions(thinking=thinking, train=Train.LAST))
+    assert runs("deepseek-r1", prompt) == ["add\n</think>\n\n4<｜end▁of▁sentence｜>"]
+    assert text_of("deepseek-r1", prompt).endswith(
+        "<｜User｜>2+2?<｜Assistant｜><think>\nadd\n</think>\n\n4<｜end▁of▁sentence｜>"
+    )
+    assert prompt.alterations == (Alteration.THINKING_WRITTEN,)
+    untrained = ReadingOptions(thinking=thinking, train=Train.LAST, train_thinking=False)
+    assert trained("deepseek-r1", turns, untrained) == ["4<｜end▁of▁sentence｜>"]
+
+
+def test_case_90_reasoning_of_an_earlier_turn_cannot_be_written_there() -> None:
+    bad = read("deepseek-r1", THOUGHT, ReadingOptions(thinking=Thinking.KEEP))
+    assert isinstance(bad, BadRow)
+    assert bad.reason == RowReason.THINKING_LOST
+
+
+def test_case_94_a_rendered_text_gets_no_special_token_and_a_plain_one_is_remarked_on() -> None:
+    for text, remarks in [
+        ("<|im_start|>user\nHi<|im_end|>\n", ()),
+        ("plain", (Alteration.NO_CONTROL_TOKEN,)),
+    ]:
+        raw = RawRow(ordinal=0, source="a", line=1, data=orjson.dumps({"id": "p", "text": text}))
+        prompt = Renderer(TOKENIZERS["llama3"]).prompt_from(raw)
+        assert isinstance(prompt, Prompt)
+        assert text_of("llama3", prompt) == text
+        assert prompt.alterations == remarks
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
