@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import xxhash
 
 from prompts.align import Encoding, Span, mark_spans
+from prompts.conversation import ConversationReader, up_to_answer
 from prompts.dialects import Ids, Text, decode_row, label_of, read_item
 from prompts.inputs import RawRow
-from prompts.mask import Rendering, SpanFinder, without_thinking
-from prompts.options import DEFAULTS, ReadingOptions, Thinking
-from prompts.thinking import (
-    THINK_END,
-    THINK_START,
-    reasoning_of,
-    with_reasoning_inlined,
-    without_reasoning,
-)
+from prompts.mask import SpanFinder
+from prompts.options import DEFAULTS, ReadingOptions
 from prompts.tokenizer import ChatTokenizer
-from prompts.tools import tool_name
-from prompts.turns import Conversation, Turn
 from prompts.types import Alteration, BadRow, Prompt, RowError, RowReason
 
 #: What a digest says where there is nothing to digest.
@@ -156,8 +147,8 @@ class Renderer:
                     alterations=_remarks(self._tokenizer, item.text),
                 )
             if row.part is not None:
-                item = _up_to_answer(item, row.part)
-            reader = _ConversationReader(self._tokenizer, self._finder, self.options, item)
+                item = up_to_answer(item, row.part)
+            reader = ConversationReader(self._tokenizer, self._finder, self.options, item)
             text, spans = reader.text_and_spans()
         except RowError as exc:
             return _bad_row(row, label, exc)
@@ -224,154 +215,6 @@ def _remarks(tokenizer: ChatTokenizer, text: str) -> frozenset[Alteration]:
     if tokens and not any(token in text for token in tokens):
         return frozenset({Alteration.NO_CONTROL_TOKEN})
     return frozenset()
-
-
-def _up_to_answer(conversation: Conversation, part: int) -> Conversation:
-    """The conversation up to its assistant turn number `part`; whole where it has none."""
-    answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
-    if not answers:
-        return conversation
-    return replace(conversation, turns=conversation.turns[: answers[part] + 1])
-
-
-class _ConversationReader:
-    """Renders, checks and masks one conversation."""
-
-    def __init__(
-        self,
-        tokenizer: ChatTokenizer,
-        finder: SpanFinder,
-        options: ReadingOptions,
-        conversation: Conversation,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._finder = finder
-        self._options = options
-        self._tools = conversation.tools
-        self.alterations = set(conversation.alterations)
-        self._turns = conversation.turns
-        if options.thinking is Thinking.DROP:
-            self._turns = tuple(map(without_reasoning, self._turns))
-            if self._turns != conversation.turns:
-                self.alterations.add(Alteration.THINKING_DROPPED)
-
-    def text_and_spans(self) -> tuple[str, list[Span]]:
-        """The rendering, and what of it is to be trained. Raises `RowError`."""
-        rendering = self._rendering(self._turns)
-        answers = rendering.answers
-        thoughtful = [index for index in answers if reasoning_of(rendering.turns[index])]
-        trained = answers[-1:] if self._options.trains_last_only else answers
-        located = sorted({*trained, *thoughtful})
-        spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
-        hidden = _hidden(rendering, thoughtful, spans)
-        lost = [index for index in hidden if self._must_show(index, answers)]
-        if lost == answers[-1:] and (written := self._written(rendering)) is not None:
-            rendering, spans[lost[0]] = written
-            hidden.remove(lost[0])
-        elif lost:
-            rendering = self._inlined(rendering, lost)
-            spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
-            hidden = _hidden(rendering, thoughtful, spans)
-            if lost := [index for index in hidden if self._must_show(index, answers)]:
-                detail = f"turn {lost[0]} (assistant): the template leaves its reasoning out"
-                raise RowError(RowReason.THINKING_LOST, detail)
-        # What is hidden of an expanded row's history is hidden at inference as well.
-        if hidden and self._options.thinking is not Thinking.EXPAND:
-            self.alterations.add(Alteration.THINKING_HIDDEN)
-        marked = [
-            spans[index]
-            if self._options.train_thinking
-            else without_thinking(rendering, index, spans[index])
-            for index in trained
-        ]
-        return rendering.text, marked
-
-    def _must_show(self, index: int, answers: Sequence[int]) -> bool:
-        if self._options.thinking is Thinking.KEEP:
-            return True
-        return self._options.thinking is Thinking.EXPAND and index == answers[-1]
-
-    def _rendering(self, turns: Sequence[Turn]) -> Rendering:
-        generation_prompt = turns[-1].role != "assistant"
-        text = self._tokenizer.render(turns, generation_prompt=generation_prompt, tools=self._tools)
-        rendering = Rendering(
-            tokenizer=self._tokenizer,
-            turns=turns,
-            tools=self._tools,
-            text=text,
-            generation_prompt=generation_prompt,
-        )
-        self._check_complete(rendering)
-        return rendering
-
-    def _written(self, rendering: Rendering) -> tuple[Rendering, Span] | None:
-        """The last turn as the model would have answered a generation prompt that opens a block;
-        None where the prompt does not, or where that is not certain."""
-        turns, tokenizer = rendering.turns, self._tokenizer
-        header = tokenizer.generation_prompt
-        if not header.rstrip().endswith(THINK_START) or turns[-1].tool_calls:
-            return None
-        if [turn.role == "assistant" for turn in turns[-2:]] != [False, True]:
-            return None
-        asked = self._rendering(turns[:-1]).text
-        marker = self._finder.end_marker(rendering)
-        answer = without_reasoning(turns[-1]).content.strip()
-        text = f"{asked}{reasoning_of(turns[-1])}\n{THINK_END}\n\n{answer}{marker}"
-        self.alterations.add(Alteration.THINKING_WRITTEN)
-        return replace(rendering, text=text), (len(asked), len(text.rstrip()))
-
-    def _inlined(self, rendering: Rendering, indices: Iterable[int]) -> Rendering:
-        """The same with the reasoning of those turns as a block in their content."""
-        turns = list(rendering.turns)
-        for index in indices:
-            turns[index] = with_reasoning_inlined(turns[index])
-        if turns != list(rendering.turns):
-            self.alterations.add(Alteration.THINKING_INLINED)
-        return self._rendering(tuple(turns))
-
-    def _check_complete(self, rendering: Rendering) -> None:
-        """Raises `RowError` where the template left out something that is not an answer.
-
-        Templates skip roles and tools that they do not know without a word. System turns may be
-        moved to the front; a tool's answer may be written as a JSON string. What the assistant
-        says and calls: `prompts.mask`.
-        """
-        text, form = rendering.text, self._tokenizer.form
-        for tool in self._tools:
-            if tool_name(tool) not in text:
-                detail = "tool definitions are not in the rendering: the template left them out"
-                raise RowError(RowReason.RENDER_FAILED, detail)
-        position = 0
-        for index, turn in enumerate(rendering.turns):
-            if turn.role == "assistant":
-                if turn.tool_calls and not form.takes_tool_calls:
-                    detail = f"turn {index} (assistant): the template does not write tool calls"
-                    raise RowError(RowReason.RENDER_FAILED, detail)
-                for call in turn.tool_calls:
-                    if call.text is not None and not form.arguments_as_text:
-                        self.alterations.add(Alteration.ARGUMENTS_PARSED)
-                    if call.text is None and form.arguments_as_text:
-                        self.alterations.add(Alteration.ARGUMENTS_WRITTEN)
-                continue
-            content = turn.content.strip()
-            found = text.find(content, 0 if turn.role == "system" else position)
-            if found < 0 and turn.role == "tool":
-                content = orjson.dumps(content).decode()[1:-1]
-                found = text.find(content, position)
-            if found < 0:
-                detail = f"turn {index} ({turn.role}) is not in the rendering: "
-                raise RowError(RowReason.RENDER_FAILED, f"{detail}the template left it out")
-            if turn.role != "system":
-                position = found + len(content)
-
-
-def _hidden(rendering: Rendering, indices: Iterable[int], spans: dict[int, Span]) -> list[int]:
-    """The turns whose reasoning the rendering does not show."""
-    return [
-        index
-        for index in indices
-        if reasoning_of(rendering.turns[index]) not in rendering.text[slice(*spans[index])]
-    ]
 
 
 def _check_beginning(tokenizer: ChatTokenizer, encoding: Encoding) -> None:

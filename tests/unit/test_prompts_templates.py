@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from templates import (
     DEEPSEEK_R1,
     DEEPSEEK_V3,
@@ -433,3 +435,44 @@ def test_case_91_an_open_conversation_has_no_trained_token_after_its_question(
     assert len(answers) == 2
     assert "hm,\nyes" in answers[1]
     assert prompt.loss_mask[-1] == 0
+
+
+texts = st.sampled_from(
+    ["", " ", "a", " b ", "<think>t</think>x", "</think>", "<|im_end|>", "é\n\n", "hello there"]
+)
+arguments = st.sampled_from([{}, {"a": 1}, {"a": "x\ny", "b": {"c": ["é"]}}, '{"a": 1}', "[", None])
+calls = st.lists(
+    st.builds(lambda a, i: {"id": i, "function": {"name": "w", "arguments": a}}, arguments, texts),
+    max_size=2,
+)
+any_turns = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "assistant", "tool"])},
+        optional={"content": texts, "reasoning": texts, "tool_calls": calls},
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    turns=any_turns,
+    thinking=st.sampled_from(list(Thinking)),
+    train_thinking=st.booleans(),
+    tools=st.sampled_from([[], [TOOL]]),
+)
+def test_whatever_the_turns_a_row_gives_a_prompt_or_a_reason(
+    name: str, turns: Turns, thinking: Thinking, train_thinking: bool, tools: list[Any]
+) -> None:
+    options = ReadingOptions(thinking=thinking, train_thinking=train_thinking)
+    item = read(name, [user("so?"), *turns], options, tools=tools)
+    if isinstance(item, BadRow):
+        return
+    # What is trained holds the last thing that an assistant said.
+    said = [turn for turn in turns if turn["role"] == "assistant" and turn.get("content")]
+    assert item.has_answer == any(turn["role"] == "assistant" for turn in turns)
+    if said and item.has_answer:
+        answer_text = said[-1]["content"].rpartition("</think>")[2].strip()
+        assert answer_text in "\n".join(runs(name, item))
