@@ -12,9 +12,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Final
 
@@ -39,12 +39,16 @@ class RendererPool:
     def __init__(self, tokenizer: str, options: ReadingOptions, *, num_workers: int) -> None:
         """`tokenizer`: what `Renderer.load` takes. The processes start with the first rows."""
         self.num_workers = num_workers
+        self._is_closed = False
         # Not by fork: this process has threads, and so have the libraries that it uses.
+        context = multiprocessing.get_context("spawn")
+        # They end when we let go of our end: at once, as they hold nothing that could be lost.
+        self._theirs, self._ours = context.Pipe(duplex=False)
         self._executor = ProcessPoolExecutor(
             num_workers,
-            mp_context=multiprocessing.get_context("spawn"),
+            mp_context=context,
             initializer=_begin,
-            initargs=(tokenizer, options),
+            initargs=(tokenizer, options, self._theirs),
         )
 
     def __enter__(self) -> RendererPool:
@@ -56,13 +60,16 @@ class RendererPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._is_closed = True
+        self._ours.close()
+        self._theirs.close()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def prompts_from(self, rows: Iterable[RawRow]) -> Iterator[Prompt | BadRow]:
         """What `Renderer.prompt_from` gives for each row, in order.
 
         At most `BATCHES_AHEAD` batches for each process are read before the first of them is used.
-        Raises `TokenizerError` where a process dies.
+        Ends early where the pool is closed. Raises `TokenizerError` where a process dies.
         """
         ahead: deque[Future[Results]] = deque()
         try:
@@ -72,7 +79,11 @@ class RendererPool:
                     yield from ahead.popleft().result()
             while ahead:
                 yield from ahead.popleft().result()
-        except BrokenProcessPool as exc:
+        except (RuntimeError, CancelledError) as exc:
+            if self._is_closed:
+                return
+            if not isinstance(exc, BrokenProcessPool):
+                raise
             raise TokenizerError(
                 "a process that tokenises ended by itself; is memory short? Run the same command "
                 "again, perhaps with fewer --tokenizer-workers (0: none)"
@@ -100,23 +111,23 @@ def _batches(rows: Iterable[RawRow]) -> Iterator[Batch]:
 _renderer: Renderer | None = None
 
 
-def _begin(tokenizer: str, options: ReadingOptions) -> None:
+def _begin(tokenizer: str, options: ReadingOptions, alive: Connection) -> None:
     global _renderer
     # A signal for the whole group (Ctrl-C, the end of a service) is for the parent to act on: it
     # drains, and needs us for that.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(
+        target=_end_with_parent, args=(alive,), name="parent-watch", daemon=True
+    ).start()
     # Each process is one of several already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _renderer = Renderer.load(tokenizer, options)
 
 
-def _end_with_parent() -> None:
-    # A killed parent closes no pipe that we would notice: we hold both ends ourselves.
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
+def _end_with_parent(alive: Connection) -> None:
+    # The executor's own pipes tell nothing of a killed parent: we hold both of their ends.
+    wait([alive])
     os._exit(1)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 #: Long enough for a busy machine; nothing waits for it when all is well.
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 def wait_until(has_come: Callable[[], bool], *, what: str, patience_s: float = PATIENCE_S) -> bool:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import orjson
@@ -21,6 +23,9 @@ from prompts.pool import RendererPool
 from prompts.render import Renderer
 from prompts.types import BadRow, Prompt, TokenizerError
 
+# A process takes seconds to start, on a busy machine many.
+pytestmark = pytest.mark.timeout(240)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -29,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def rows(count: int) -> Iterator[RawRow]:
-    for number in range(count):
+def rows(num_rows: int) -> Iterator[RawRow]:
+    for number in range(num_rows):
         turns = [
             {"role": "user", "content": f"question {number}"},
             {"role": "assistant", "content": "fine " * (number % 7)},  # some are empty: bad rows
@@ -83,6 +88,20 @@ def test_a_process_that_dies_is_an_error_with_what_to_do(folder: str) -> None:
         child.send_signal(signal.SIGKILL)
         with pytest.raises(TokenizerError, match="fewer --tokenizer-workers"):
             list(items)
+
+
+def test_a_pool_that_is_closed_ends_its_processes_and_whoever_waits_for_them(folder: str) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        with RendererPool(folder, DEFAULTS, num_workers=1) as pool:
+            endless = (row for _ in count() for row in rows(1))
+            items = pool.prompts_from(endless)
+            next(items)
+            processes = psutil.Process().children()
+            rest = thread.submit(lambda: sum(1 for _ in items))
+        assert rest.result(timeout=30) >= 0
+        psutil.wait_procs(processes, timeout=30)
+        left = [one for one in processes if one.is_running()]
+        assert all("resource_tracker" in " ".join(one.cmdline()) for one in left)
 
 
 def test_no_process_outlives_a_killed_parent(folder: str, tmp_path: Path) -> None:
