@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +18,7 @@ import zstandard
 from helpers import read_samples, rows_of
 from templates import QWEN3, tokenizer_for
 
-from acceptance.tool import Server, Tool
+from acceptance.tool import Fake, Server, Tool, wait_until
 from manifest.states import State
 from prompts.inputs import RawRow
 from prompts.options import ReadingOptions, Thinking
@@ -111,7 +113,7 @@ def test_files_of_every_kind_become_verified_samples(
     assert done.returncode == 1, done.stderr  # one row is bad
     summary = done.json()
     assert summary["failed"] == {"unknown_role": 1}
-    assert summary["altered"] == {"arguments_parsed": 4, "truncated": 1}
+    assert summary["altered"] == {"arguments_parsed": 4, "no_control_token": 1, "truncated": 1}
     for name in ("failed", "altered", "untrained", "tokens"):
         assert told[name] == summary[name], name
     assert told["bytes"] >= summary["bytes"]
@@ -173,3 +175,35 @@ def test_standard_input_is_resumed_with_and_without_it(
         assert isinstance(prompt, Prompt)
         assert sample.mask == tuple(prompt.loss_mask.tolist())
     assert [row.part for row in rows_of(out)] == [0, 1]
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_tokenises_in_processes_is_stopped_and_goes_on(
+    tool: Tool, fake: Fake, tokenizer: Path, number: signal.Signals
+) -> None:
+    num_rows, out = 1500, tool.cwd / "out"
+    prompts = tool.cwd / "p.jsonl"
+    with prompts.open("wb") as file:
+        for row in range(num_rows):
+            turns = [USER, {"role": "assistant", "content": "fine " * (row % 9 + 1)}]
+            file.write(orjson.dumps({"id": row, "messages": turns}) + b"\n")
+    command = arguments(
+        [prompts], fake, out, tokenizer, "--tokenizer-workers", 2, "--concurrency", 8
+    )
+    process = tool.start(*command)
+    wait_until(lambda: fake.requests() > 100, what="the first prompts")
+    processes = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert (process.returncode, alive) == (130 if number == signal.SIGINT else -9, [])
+    sent = fake.requests()
+    assert sent < num_rows
+    again = tool(*command, "--json")
+    assert again.json()["rows"]["stored"] == num_rows, again.stderr
+    # What was in flight is sent again, what was stored is not; two are probes.
+    in_flight = 2 * 8 if number == signal.SIGKILL else 0
+    assert fake.requests() <= num_rows + 2 + in_flight
+    assert tool("verify", out).returncode == 0
