@@ -23,6 +23,7 @@ from extractor.verify import check_header
 from extractor.writers import scan_writers
 from manifest.correlate import Correlator, Match, Piece
 from manifest.states import Reason
+from server_patch.dump_format import TEMPORARY_PREFIX
 
 #: Pause between two looks at the dump directories: short while something arrives.
 BUSY_PAUSE_S = 0.002
@@ -159,5 +160,7 @@ class Collector:
 def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str) -> None:
     """Remove the dumps with such rids that servers which have died since left under `root`."""
     dead = scan_writers(root).dead
-    with suppress(ServerError):  # somebody else may be removing the directory
+    with suppress(ServerError, FileNotFoundError):  # somebody else may be removing the directory
         Collector(dead, rid_prefix=rid_prefix).sweep()
+        for rank in dead:  # what they were writing, nobody will finish
+            unlink_all(rank.directory.glob(f"{TEMPORARY_PREFIX}*"))

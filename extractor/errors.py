@@ -10,7 +10,7 @@ ExtractorError
 │   ├── ServerUnreachable
 │   ├── PluginError              absent, failed, or captures something else
 │   └── ServerLost               gone in mid-run
-├── SpaceError          exit 4   a disk or /dev/shm is full; nothing is lost
+├── SpaceError          exit 4   a disk or /dev/shm is full or failing; nothing is lost
 ├── CorruptData         exit 1   bytes on disk are not what the manifest says
 └── Interrupted         exit 130 a signal; rows stay resumable
 ```
@@ -21,6 +21,7 @@ The leaf packages keep a class of their own each (`LEAF_ERRORS`), mapped to exit
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from typing import Final
 
 from manifest.errors import ManifestError, ManifestSpaceError
@@ -105,10 +106,29 @@ LEAF_ERRORS: Final[tuple[tuple[type[Exception], int], ...]] = (
 )
 
 _SPACE_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN_ERRNOS: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+_GO_ON: Final = "Nothing that is stored is lost"
 
 
 def is_out_of_space(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _SPACE_ERRNOS
+
+
+def storage_error(error: OSError, *, where: Path) -> ExtractorError:
+    """What a failed operation on the files of a data set means to its owner."""
+    if is_out_of_space(error):
+        return SpaceError(
+            f"{where}: no space left. {_GO_ON}: free space and run the same command again."
+        )
+    if error.errno in _FORBIDDEN_ERRNOS:
+        return UsageError(
+            f"{where}: cannot be written ({error.strerror}). {_GO_ON}: make it writable and run "
+            "the same command again, or name another --out."
+        )
+    return SpaceError(
+        f"{where}: the disk fails ({error}). {_GO_ON}: see to the disk and run the same command "
+        "again."
+    )
 
 
 def exit_code(error: BaseException) -> int | None:

@@ -72,7 +72,8 @@ class Exchange:
                 self.collector.poll()
                 return reply_failure
             try:
-                outcome = await asyncio.wait_for(asyncio.shield(collected), self._dump_timeout_s)
+                async with asyncio.timeout(self._dump_timeout_s):
+                    outcome = await asyncio.shield(collected)
             except TimeoutError:
                 return Failure(
                     reason=Reason.DUMP_MISSING,

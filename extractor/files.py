@@ -47,8 +47,11 @@ def sync_directory(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` by `data`: there is the old content or the new, never a part of it."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    """Replace `path` by `data`: there is the old content or the new, never a part of it.
+
+    One writer at a time: a temporary file that a killed one left is taken over by the next.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         write_at(descriptor, data, 0)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from extractor.collect import DumpPiece
 from extractor.copying import SampleFault
-from extractor.errors import SpaceError, is_out_of_space
+from extractor.errors import storage_error
 from extractor.files import unlink_all
 from extractor.retry import Failure
 from extractor.shard_format import sample_bytes, samples_expected
@@ -79,7 +79,7 @@ class Mover:
         return await done
 
     async def run(self) -> None:
-        """Move samples until cancelled. Raises SpaceError, OSError, ManifestError."""
+        """Move samples until cancelled. Raises SpaceError, UsageError, ManifestError."""
         while True:
             group = [await self._jobs.get()]
             size = 0
@@ -180,12 +180,7 @@ class Mover:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
         except OSError as error:
-            if is_out_of_space(error):
-                raise SpaceError(
-                    f"{self._settings.directory}: no space left. Nothing is lost: free space "
-                    "and run the same command again."
-                ) from error
-            raise
+            raise storage_error(error, where=self._settings.directory) from error
 
 
 async def seal_left_open(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from extractor.client import Client, ServerFacts, wait_until_answering
 from extractor.collect import Rank
 from extractor.collector import Collector
 from extractor.config import Layout, RunOptions
+from extractor.copying import SampleFault, check_tokens
 from extractor.engine import as_options
 from extractor.errors import (
     ConfigMismatch,
@@ -25,13 +25,13 @@ from extractor.errors import (
     ServerUnreachable,
     SpaceError,
     UsageError,
-    is_out_of_space,
+    storage_error,
 )
 from extractor.files import free_bytes
 from extractor.plan import RID_PREFIX, Limits, Request, dump_bytes, make_rid, rid_prefix
 from extractor.retry import Failure
 from extractor.tables import amount
-from extractor.verify import check_ids, check_reply
+from extractor.verify import check_reply
 from extractor.writers import ranks_of, scan_writers
 from prompts.types import Prompt
 from server_patch import settings
@@ -169,7 +169,6 @@ async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
 
 
 async def _probe(client: Client, target: Target, collector: Collector, request: Request) -> None:
-    ids = request.prompt.input_ids
     collected = collector.expect(request.rid, num_tokens=PROBE_TOKENS)
     watching = asyncio.create_task(collector.run(), name="probe-collector")
     try:
@@ -195,12 +194,11 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
         watching.cancel()
     if isinstance(outcome, Failure):
         raise PluginError(f"the probe prompt's dump is no good: {outcome.detail}")
-    for piece in outcome:
-        span = piece.handle.dump.tensors["input_ids"]
-        data = piece.handle.path.read_bytes()[span.begin : span.end]
-        wrong = check_ids(ids, np.frombuffer(data, dtype="<i4"), start=piece.start)
-        if wrong is not None:
-            raise PluginError(f"the probe prompt's dump is no good: {wrong.detail}")
+    try:
+        for piece in outcome:
+            check_tokens(request.prompt, piece)
+    except SampleFault as fault:
+        raise PluginError(f"the probe prompt's dump is no good: {fault}") from fault
 
 
 def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:
@@ -245,10 +243,11 @@ def layout_of(ready: Ready) -> Layout:
 def require_dump_directory(ranks: Sequence[Rank]) -> None:
     """See that we may read, create and remove files beside the dumps. Raises UsageError."""
     for rank in ranks:
-        trial = rank.directory / f".tmp-client-{os.getpid()}"
+        # One name for all clients: what a killed one leaves is removed by the next.
+        trial = rank.directory / ".tmp-client"
         try:
             trial.write_bytes(b"")
-            trial.unlink()
+            trial.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(
                 f"{rank.directory}: this user cannot create and remove files there ({error}). "
@@ -263,14 +262,10 @@ def prepare_out(out: Path) -> None:
         raise UsageError(f"{out} is a file; name a directory with --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        trial = out / f".writable-{os.getpid()}"
+        trial = out / ".writable"  # one name: what a killed run leaves is removed by the next
         trial.write_bytes(b"x")
-        trial.unlink()
+        trial.unlink(missing_ok=True)
     except OSError as error:
-        if is_out_of_space(error):
-            raise SpaceError(
-                f"{out}: the disk is full. Free space or name another --out."
-            ) from error
-        raise UsageError(f"{out}: cannot write there ({error}). Name another --out.") from error
+        raise storage_error(error, where=out) from error
     if (free := free_bytes(out)) < LEAST_FREE_BYTES:
         raise SpaceError(f"{out}: only {free >> 20} MiB free. Free space or name another --out.")

@@ -73,7 +73,8 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             self._process.terminate()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), STOP_PATIENCE_S)
+            async with asyncio.timeout(STOP_PATIENCE_S):
+                await self._process.wait()
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, STOP_PATIENCE_S)
         for child in alive:
             with suppress(psutil.NoSuchProcess):

@@ -13,7 +13,7 @@ from extractor.client import Client
 from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.config import DATASET_NAME, Identity, RunOptions
 from extractor.dataset import dataset_document
-from extractor.errors import ServerError
+from extractor.errors import ServerError, storage_error
 from extractor.files import write_whole
 from extractor.lock import exclusive
 from extractor.mover import seal_left_open
@@ -106,9 +106,13 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     """
     files = await asyncio.to_thread(scan_inputs, [str(path) for path in options.prompts])
     prepare_out(options.out)
-    with exclusive(options.out):
-        async with _open_manifest(options) as owner:
-            return await _run(options, reporter, files, owner)
+    try:
+        with exclusive(options.out):
+            async with _open_manifest(options) as owner:
+                return await _run(options, reporter, files, owner)
+    except OSError as error:
+        where = options.out if error.filename is None else Path(error.filename)
+        raise storage_error(error, where=where) from error
 
 
 async def _run(

@@ -217,7 +217,8 @@ class Session:
                 self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.RETRY, attempts=attempt))
                 delay_s = self._policy.delay_s(setbacks, chance=random.random())
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), delay_s)
+                    async with asyncio.timeout(delay_s):
+                        await self._stop.wait()
         finally:
             self._tasks.release()
 

@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -349,12 +349,22 @@ class FakeServer:
         data = b"".join(parts)
         if fault is Fault.TORN_DUMP:
             data = data[: len(data) // 2]
-        self._publish(dump_name(counter), data)
+        try:
+            self._publish(dump_name(counter), data)
+        except OSError as error:
+            # As the plugin does: an error record, or, where not even that fits, nothing.
+            record = ErrorRecord(rid=rid, start=start, reason=str(error))
+            with suppress(OSError):
+                self._publish(error_name(next(self._counter)), encode_error(record))
 
     def _publish(self, name: str, data: bytes) -> None:
         temporary = self.directory / f".tmp-{name}"
-        temporary.write_bytes(data)
-        temporary.rename(self.directory / name)
+        try:
+            temporary.write_bytes(data)
+            temporary.rename(self.directory / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _last_kind(layout: Layout) -> LastKind:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,10 @@ _COLUMNS = (
 class Store:
     """An open manifest. Not thread-safe: the thread that opens it is the one that uses it."""
 
-    def __init__(self, database: Database, path: Path) -> None:
+    def __init__(self, database: Database, path: Path, *, is_writer: bool) -> None:
         self._db = database
         self.path = path
+        self._is_writer = is_writer
 
     # --- opening -----------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ class Store:
             database.execute("PRAGMA journal_size_limit = 67108864")
             _check_version(database, path)
             migrations.apply(database)
-            return cls(database, path)
+            return cls(database, path, is_writer=True)
 
     @classmethod
     def open_read_only(cls, path: Path) -> Store:
@@ -82,9 +83,16 @@ class Store:
                     f"{path}: the manifest is older than this tool or was never begun. "
                     "`extractor run` brings it up to date."
                 )
-            return cls(database, path)
+            return cls(database, path, is_writer=False)
 
     def close(self) -> None:
+        """Close the file. A writer leaves one plain file behind, without a WAL beside it: it can
+        be copied, and read where nothing can be written."""
+        if self._is_writer:
+            self._is_writer = False  # closing twice is closing once
+            # Refused while somebody reads: then the WAL stays, which is as good.
+            with suppress(sqlite3.OperationalError):
+                self._db.execute("PRAGMA journal_mode = DELETE")
         self._db.close()
 
     # --- the run as a whole ------------------------------------------------------------------
