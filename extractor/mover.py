@@ -168,8 +168,8 @@ class Mover:
         number = writer.shard.number
         try:
             if writer.num_samples:
-                await self._in_thread(writer.seal)
-                await self._owner.call(lambda store: store.seal_shard(number))
+                digest = await self._in_thread(writer.seal)
+                await self._owner.call(lambda store: store.seal_shard(number, digest))
             else:
                 await self._owner.call(lambda store: store.drop_shard(number))
                 await self._in_thread(writer.discard)

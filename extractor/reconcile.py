@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from extractor.shards import (
-    is_sealed_on_disk,
     is_whole_on_disk,
     lost_rows,
     remove_unknown,
     reopen_on_disk,
+    sealed_on_disk,
 )
 from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
@@ -60,8 +60,8 @@ async def reconcile(
             await owner.call(partial(Store.forget_stored, ordinals=ordinals))
             lost_ordinals += ordinals
             rows = rows[: len(rows) - len(lost)]
-        elif is_sealed_on_disk(directory, shard):
-            await owner.call(partial(Store.seal_shard, number=shard.number))
+        elif (digest := sealed_on_disk(directory, shard, rows)) is not None:
+            await owner.call(partial(Store.seal_shard, number=shard.number, digest=digest))
             continue
         open_shards.append(OpenShard(shard=replace(shard, is_sealed=False), rows=tuple(rows)))
     return Reconciled(

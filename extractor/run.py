@@ -39,7 +39,7 @@ from extractor.runstate import (
 )
 from extractor.session import Session, shard_settings
 from extractor.tables import amount, table
-from manifest.owner import StoreOwner
+from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import State
 from manifest.store import Store
@@ -55,7 +55,9 @@ class RunSummary:
 
     totals: Totals
     counters: Counters
+    duplicates: int | None  # among stored samples; None where nothing was stored, so not counted
     peak_shm_bytes: int
+    commits: Commits  # of the manifest, this session
     run_id: str
 
     @property
@@ -68,6 +70,7 @@ class RunSummary:
         return {
             "out": str(out),
             **totals_document(self.totals),
+            "duplicates": self.duplicates,
             "session": {
                 "stored": counters.stored,
                 "failed": counters.failed,
@@ -77,6 +80,13 @@ class RunSummary:
                 "seconds": counters.seconds,
                 "tokens_per_s": counters.tokens_per_s,
                 "peak_shm_bytes": self.peak_shm_bytes,
+                "commits": {
+                    "count": self.commits.count,
+                    "changes": self.commits.changes,
+                    "largest": self.commits.largest,
+                    "mean_ms": 1e3 * self.commits.seconds / max(1, self.commits.count),
+                    "slowest_ms": 1e3 * self.commits.slowest_s,
+                },
             },
         }
 
@@ -90,6 +100,7 @@ class RunSummary:
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
                 ("dumps at a time", f"{amount(self.peak_shm_bytes)} at most"),
                 ("sent again", f"{counters.retried:,}"),
+                ("duplicates", f"{self.duplicates or 0:,}"),
             ]
             lines.append(table(session))
         if self.num_failed:
@@ -213,10 +224,14 @@ async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) ->
 
 
 async def _summary(owner: StoreOwner, state: RunState, *, peak_shm_bytes: int) -> RunSummary:
-    totals = await owner.call(lambda store: store.totals())
+    duplicates = None
+    if state.counters.stored:
+        duplicates = await owner.call(Store.count_duplicates)
     return RunSummary(
-        totals=totals,
+        totals=await owner.call(Store.totals),
+        duplicates=duplicates,
         counters=state.counters,
         peak_shm_bytes=peak_shm_bytes,
+        commits=owner.commits,
         run_id=state.run_id,
     )

@@ -36,10 +36,10 @@ class RunState:
             identity = store.identity()
             settled = bytearray(num_rows)
             count = 0
-            for ordinal in store.settled_ordinals():
-                if ordinal < num_rows:
-                    settled[ordinal] = 1
-                    count += 1
+            for begin, end in store.settled_ranges():
+                span = range(num_rows)[begin:end]
+                settled[span.start : span.stop] = b"\x01" * len(span)
+                count += len(span)
             return cls(
                 run_id=identity.get(RUN_ID) or secrets.token_hex(4),
                 settled=settled,

@@ -22,6 +22,7 @@ from extractor.shard_format import (
     header_room,
     sample_bytes,
     samples_that_fit,
+    shard_digest,
     shard_metadata,
     shard_name,
 )
@@ -55,12 +56,17 @@ class ShardWriter:
     """
 
     def __init__(
-        self, settings: ShardSettings, shard: Shard, samples: Sequence[tuple[int, int]]
+        self,
+        settings: ShardSettings,
+        shard: Shard,
+        samples: Sequence[tuple[int, int]],
+        digests: Sequence[str],
     ) -> None:
         self.shard = shard
         self._settings = settings
         self._layout = settings.identity.layout
         self._samples = list(samples)  # (ordinal, num_tokens), in file order
+        self._digests = list(digests)  # of each
         self._path = open_shard_path(settings.directory, shard)
         self._copier = SampleCopier(self._layout)
         self.position = shard.size_bytes
@@ -80,7 +86,7 @@ class ShardWriter:
         )
         # A leftover of this name is from a crash before the manifest learnt of it.
         open_shard_path(settings.directory, shard).unlink(missing_ok=True)
-        writer = cls(settings, shard, [])
+        writer = cls(settings, shard, [], [])
         sync_directory(settings.directory)
         return writer
 
@@ -93,6 +99,7 @@ class ShardWriter:
             settings,
             replace(shard, size_bytes=position, num_samples=len(rows)),
             [(row.ordinal, row.num_tokens or 0) for row in rows],
+            [row.digest or "" for row in rows],
         )
 
     def has_room(self, num_tokens: int) -> bool:
@@ -122,6 +129,7 @@ class ShardWriter:
             num_pieces=len(pieces),
         )
         self._samples.append((prompt.ordinal, prompt.num_tokens))
+        self._digests.append(digest)
         self.position += size
         return stored
 
@@ -129,11 +137,11 @@ class ShardWriter:
         """Make every appended sample durable."""
         os.fdatasync(self._descriptor)
 
-    def seal(self) -> None:
-        """Write the header, make the whole file durable and give it its final name.
+    def seal(self) -> str:
+        """Write the header, make the whole file durable and give it its final name; its digest.
 
         Call after the manifest knows every sample. A crash at any point leaves the open file or
-        the sealed one, and `is_sealed_on_disk` tells which.
+        the sealed one, and `sealed_on_disk` tells which.
         """
         os.ftruncate(self._descriptor, self.position)
         header = encode_shard_header(
@@ -146,6 +154,7 @@ class ShardWriter:
         os.fsync(self._descriptor)
         os.rename(self._path, sealed_shard_path(self._settings.directory, self.shard))
         sync_directory(self._settings.directory)
+        return shard_digest(header, self._digests)
 
     @property
     def num_samples(self) -> int:
@@ -160,9 +169,13 @@ class ShardWriter:
         os.close(self._descriptor)
 
 
-def is_sealed_on_disk(directory: Path, shard: Shard) -> bool:
-    """Whether sealing got as far as the rename, whatever the manifest says."""
-    return sealed_shard_path(directory, shard).exists()
+def sealed_on_disk(directory: Path, shard: Shard, rows: Sequence[Row]) -> str | None:
+    """The digest of a shard whose sealing got as far as the rename, whatever the manifest says."""
+    try:
+        with open(sealed_shard_path(directory, shard), "rb") as file:
+            return shard_digest(file.read(shard.data_start), (row.digest or "" for row in rows))
+    except FileNotFoundError:
+        return None
 
 
 def is_whole_on_disk(directory: Path, shard: Shard) -> bool:

@@ -126,6 +126,21 @@ def test_one_flipped_byte_of_a_header_is_found(out: Path, offset: int) -> None:
     assert kinds(out) == {FindingKind.SHARD_HEADER}
 
 
+def test_a_changed_byte_that_every_reader_skips_is_found(out: Path) -> None:
+    """A space of the header's padding became a tab: no tensor is other for it."""
+    with open(shard(out), "rb") as file:
+        room = 8 + int.from_bytes(file.read(8), "little")
+    flip(shard(out), room - 1, bits=ord(" ") ^ ord("\t"))
+    assert kinds(out) == kinds(out, fast=True) == {FindingKind.SHARD_DIGEST}
+
+
+def test_tallies_that_are_not_those_of_the_rows_are_found(out: Path) -> None:
+    sql(out, "UPDATE tallies SET num_rows = num_rows + 1 WHERE state = 'stored'")
+    findings = audit(out).findings
+    assert {finding.kind for finding in findings} == {FindingKind.MANIFEST_DAMAGED}
+    assert findings[0].detail == "the tallies are not those of the rows: stored"
+
+
 def test_a_shard_that_names_other_layers_is_found(out: Path) -> None:
     data = shard(out).read_bytes()
     assert b'"boundaries":"1,2,3"' in data

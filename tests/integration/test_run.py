@@ -131,7 +131,7 @@ async def test_equal_prompts_are_both_stored_and_counted(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         summary = await run(options_for(server, path, tmp_path / "out"), notes)
-    assert summary.totals.duplicates == 1
+    assert summary.duplicates == 1
     assert_whole(tmp_path / "out", prompts)
 
 
