@@ -44,6 +44,8 @@ class Collector:
         self._waiting: dict[str, asyncio.Future[Collected]] = {}
         self.num_orphans = 0  # late or duplicate dumps of ours that nobody waits for any more
         self.num_broken = 0
+        #: Requests that were given up without an answer: their dumps may come late.
+        self.abandoned: set[str] = set()
 
     def expect(self, rid: str, *, num_tokens: int) -> asyncio.Future[Collected]:
         """A future of the pieces that tile the prompt, by start; or of what went wrong.
@@ -121,6 +123,7 @@ class Collector:
         match self._correlator.add(header.rid, piece):
             case Match.ORPHAN:
                 self.num_orphans += 1
+                self.abandoned.discard(header.rid)
                 self._remove([piece])
                 return
             case Match.CONFLICT:

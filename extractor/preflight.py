@@ -148,24 +148,28 @@ async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
     Raises PluginError: the one proof that the plugin is really at work in the server that we
     talk to.
     """
-    ids = np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % target.limits.vocab_size
-    mask = np.zeros(PROBE_TOKENS, dtype=np.uint8)
+    request = probe_request(run_id, vocab_size=target.limits.vocab_size)
+    collector = Collector(target.ranks, rid_prefix=rid_prefix(run_id))
+    try:
+        await _probe(client, target, collector, request)
+    finally:
+        # Nothing of a run whose probe failed stays behind, nor of its earlier sessions.
+        with suppress(ServerError):
+            collector.sweep()
+
+
+def probe_request(run_id: str, *, vocab_size: int) -> Request:
+    """A few tokens that every model takes; of no row, so that its dump is nobody's sample."""
     prompt = Prompt(
         ordinal=0,
         source="probe",
         line=0,
         label=None,
-        input_ids=ids,
-        loss_mask=mask,
+        input_ids=np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size,
+        loss_mask=np.zeros(PROBE_TOKENS, dtype=np.uint8),
     )
     rid = make_rid(run_id=run_id, session_id=f"probe{secrets.token_hex(4)}", ordinal=0, attempt=1)
-    collector = Collector(target.ranks, rid_prefix=rid_prefix(run_id))
-    try:
-        await _probe(client, target, collector, Request(rid=rid, prompt=prompt))
-    finally:
-        # Nothing of a run whose probe failed stays behind, nor of its earlier sessions.
-        with suppress(ServerError):
-            collector.sweep()
+    return Request(rid=rid, prompt=prompt)
 
 
 async def _probe(client: Client, target: Target, collector: Collector, request: Request) -> None:

@@ -187,7 +187,7 @@ async def _run(
             left=left,
         )
         await session.run(files)
-        return await _summary(owner, state, peak_shm_bytes=session.budget.peak_bytes)
+        return await _summary(owner, state, peak_shm_bytes=session.budget.peak)
 
 
 @asynccontextmanager

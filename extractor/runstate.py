@@ -25,6 +25,7 @@ class RunState:
     run_id: str
     settled: bytearray  # 1 for each row that needs no more work, by ordinal
     attempts: dict[int, int]
+    suspects: dict[int, int]  # rows that a dying server had not answered -> how often
     counters: Counters
     is_new: bool
 
@@ -44,6 +45,7 @@ class RunState:
                 run_id=identity.get(RUN_ID) or secrets.token_hex(4),
                 settled=settled,
                 attempts=store.attempts(),
+                suspects=store.suspects(),
                 counters=Counters(num_rows=num_rows, settled_before=count),
                 is_new=not identity,
             )

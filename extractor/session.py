@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from extractor.budget import ByteBudget
+from extractor.budget import Budget
 from extractor.client import Client
 from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
@@ -76,17 +76,20 @@ class Session:
             owner=owner,
             counters=state.counters,
             run_id=state.run_id,
+            layout=identity.layout,
+            suspects=state.suspects,
         )
         self._settings = shard_settings(options, identity)
         self._left = left
         self._next_shard = left.next_number
         self._movers: list[Mover] = []
-        self.budget = ByteBudget(
+        self.budget = Budget(
             shm_budget(target.ranks, options.shm_budget_bytes, limits=target.limits)
         )
         # A prompt's task outlives its request by the copy to the shard; twice as many tasks as
         # requests keep the server busy meanwhile.
         self._tasks = asyncio.Semaphore(2 * options.concurrency)
+        self._running: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
 
     async def run(self, files: Sequence[InputFile]) -> None:
@@ -111,7 +114,12 @@ class Session:
                 raise  # somebody else's cancellation
             raise Interrupted("stopped at once; what was in flight is sent again") from None
         finally:
-            await self._exchange.close()
+            for ordinal in await self._exchange.close():
+                self._counters.failed += 1
+                self._reporter.note(
+                    f"row {ordinal} is set aside ({Reason.KILLS_SERVER}): the server died twice "
+                    "with it"
+                )
             for mover in self._movers:
                 await mover.close(seal=is_complete)
             self._reporter.update(self._counters)
@@ -123,7 +131,7 @@ class Session:
                 helpers.create_task(self._exchange.collector.run(), name="collector"),
                 helpers.create_task(self._report(), name="reporter"),
                 helpers.create_task(self._enforce_drain(), name="drain"),
-                helpers.create_task(self._exchange.watch_server(), name="server-watch"),
+                helpers.create_task(self._exchange.watch.run(), name="server-watch"),
                 *(
                     helpers.create_task(mover.run(), name=f"mover-{number}")
                     for number, mover in enumerate(self._movers)
@@ -152,10 +160,10 @@ class Session:
             if refused is not None:
                 self._reject(item, source, refused.reason, refused.detail)
                 continue
-            if size > self.budget.total_bytes:
+            if size > self.budget.total:
                 detail = (
                     f"its dumps take {size} bytes, the budget under the dump root is "
-                    f"{self.budget.total_bytes} (--shm-budget)"
+                    f"{self.budget.total} (--shm-budget)"
                 )
                 self._reject(item, source, Reason.TOO_LARGE, detail)
                 continue
@@ -173,7 +181,22 @@ class Session:
                     num_trained=item.num_trained,
                 )
             )
-            work.create_task(self._process(item, size), name=f"prompt-{item.ordinal}")
+            if item.ordinal in self._state.suspects:
+                # The server died with it before: if it dies again, there must be no doubt why.
+                await self._all_done()
+                self._start(work, item, size)
+                await self._all_done()
+            else:
+                self._start(work, item, size)
+
+    def _start(self, work: asyncio.TaskGroup, prompt: Prompt, size_bytes: int) -> None:
+        task = work.create_task(self._process(prompt, size_bytes), name=f"prompt-{prompt.ordinal}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _all_done(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)
 
     def _reject(self, row: Prompt | BadRow, source: int, reason: Reason, detail: str) -> None:
         self._owner.post(
@@ -196,8 +219,10 @@ class Session:
             attempt = self._state.attempts.get(prompt.ordinal, 0)
             setbacks = 0  # of this session
             counted = 0  # setbacks that were this prompt's own
+            telling = 0  # setbacks while others were served, or its own
             while not self._stop.is_set():
                 attempt += 1
+                num_served = self._exchange.watch.num_served
                 async with self.budget.hold(size_bytes):
                     if self._stop.is_set():
                         return
@@ -205,11 +230,12 @@ class Session:
                 if failure is None:
                     self._count_stored(prompt)
                     return
-                if failure.is_transport:
-                    await self._exchange.check_silence(failure)
                 setbacks += 1
                 counted += not failure.is_not_counted
-                remedy = self._policy.remedy(failure, num_counted=counted)
+                # Where nobody was served meanwhile, a refusal tells nothing even of this prompt.
+                if not failure.is_not_counted or self._exchange.watch.num_served > num_served:
+                    telling += 1
+                remedy = self._policy.remedy(failure, num_counted=counted, num_setbacks=telling)
                 if remedy is Remedy.GIVE_UP:
                     self._give_up(prompt, failure, attempt)
                     return
@@ -228,6 +254,7 @@ class Session:
         self._counters.stored_bytes += sample_bytes(prompt.num_tokens, self._layout)
 
     def _give_up(self, prompt: Prompt, failure: Failure, attempt: int) -> None:
+        self._exchange.forget(prompt.ordinal)
         self._owner.post(
             Failed(
                 ordinal=prompt.ordinal,
@@ -283,7 +310,7 @@ class Session:
     async def _report(self) -> None:
         while True:
             self._counters.in_flight = len(self._exchange.rids)
-            self._counters.shm_bytes = self.budget.used_bytes
+            self._counters.shm_bytes = self.budget.used
             self._reporter.update(self._counters)
             await asyncio.sleep(REPORT_INTERVAL_S)
 

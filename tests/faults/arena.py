@@ -25,9 +25,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from helpers import make_prompts, read_samples, rows_of, write_prompts
+from helpers import dumps_under, make_prompts, read_samples, rows_of, write_prompts
 
 import extractor.cli
+import extractor.server_watch
 import extractor.session
 from extractor.retry import RetryPolicy
 from extractor.testing import FakeServer, FaultPlan, no_faults
@@ -190,9 +191,8 @@ class Arena:
                           else signal.SIG_DFL)  # fmt: skip
         sys.argv = ["extractor", *map(str, words)]
         # Retries without the usual seconds in between.
-        extractor.session.RetryPolicy = partial(  # type: ignore[attr-defined]
-            RetryPolicy, base_delay_s=0.001, max_delay_s=0.01
-        )
+        for module in (extractor.session, extractor.server_watch):
+            module.RetryPolicy = quick_retries  # type: ignore[attr-defined]
         set_constants(constants)
         install(plan, place / "trace", self.server.pid if self.server and self.server.pid else 0)
         extractor.cli.main()
@@ -271,6 +271,9 @@ class Arena:
         assert len(rows_of(self.out)) == self.num_prompts
         assert (left := self.left_behind()) == [], left
 
+    def dumps(self) -> list[str]:
+        return dumps_under(self.root)
+
     def left_behind(self) -> list[str]:
         """Temporary files anywhere, and dumps."""
         found = [
@@ -290,6 +293,10 @@ class Arena:
         most = self.num_prompts + kills * MOST_IN_FLIGHT
         assert len(sent) <= most, f"{len(sent)} prompts sent, at most {most} were to be"
         assert set(sent) == set(range(self.num_prompts))
+
+
+def quick_retries(**values: Any) -> RetryPolicy:
+    return RetryPolicy(**{**values, "base_delay_s": 0.001, "max_delay_s": 0.01})
 
 
 def undisturbed_digests(seed: int = 0) -> dict[int, str]:

@@ -93,12 +93,12 @@ def dump_damaged(fault: Fault, arena: Arena, undisturbed: dict[int, str]) -> Non
 
 def shm_fills(nth: int, arena: Arena, undisturbed: dict[int, str]) -> None:
     """Somebody else fills the dump root in mid-run: no row is given up for that."""
-    arena.mount(arena.root, 1 << 20)
+    arena.mount(arena.root, 4 << 20)
     filler = arena.root / "somebody-elses"
 
     def fill(number: int, rid: str) -> ServerFault | None:
-        if number == nth:
-            with open(filler, "wb", buffering=0) as file:
+        if number >= nth:
+            with open(filler, "ab", buffering=0) as file:
                 try:
                     while True:
                         os.write(file.fileno(), bytes(4096))
@@ -107,10 +107,15 @@ def shm_fills(nth: int, arena: Arena, undisturbed: dict[int, str]) -> None:
         return None
 
     arena.start_server(faults=fill)
-    ended = arena.run("--dump-timeout", 0.2, constants={"extractor.exchange.SPACE_PATIENCE_S": 0.3})
+    ended = arena.run(
+        "--dump-timeout", 0.2, constants={"extractor.server_watch.SPACE_PATIENCE_S": 0.3}
+    )
     assert ended.code == 4, ended
     assert str(arena.root) in ended.stderr, ended
+    assert "p.jsonl:" not in ended.stderr, ended
+    arena.stop_server()
     filler.unlink()
+    arena.start_server()
     resume(arena, undisturbed, kills=1)
 
 
@@ -134,3 +139,5 @@ def cases() -> Iterator[Case]:
         for nth in (1, 5, 20, 60):
             fault = Fault(step="dump-seen", when="after", nth=nth, action=f"dump:{how}")
             yield Case(f"dump:{how}:seen:{nth}", partial(dump_damaged, fault), nth == 5)
+    for nth in (2, 9, 20):
+        yield Case(f"full:shm:{nth}", partial(shm_fills, nth), nth == 9)
