@@ -27,6 +27,8 @@ from prompts.types import Prompt
 
 #: At the end of a run, dumps of requests that were given up get so long to come and be removed.
 LATE_DUMPS_S = 2.0
+#: Between two looks whether a full dump root has room again.
+FULL_PAUSE_S = 0.2
 
 
 class Exchange:
@@ -102,16 +104,24 @@ class Exchange:
 
     def _unless_full(self, failure: Failure, prompt: Prompt) -> Failure:
         """The failure of a dump; no fault of the prompt where its dump had no room."""
-        if failure.reason in (Reason.DUMP_FAILED, Reason.DUMP_MISSING):
-            need = dump_bytes(prompt.num_tokens, self._layout, self._target.limits)
-            for rank in self._target.ranks:
-                if free_bytes(rank.directory) < need:
-                    self.watch.note_space(
-                        f"{rank.directory}: no space left for a dump of {amount(need)} "
-                        f"({failure.detail})."
-                    )
-                    return replace(failure, is_busy=True)
-        return failure
+        if failure.reason not in (Reason.DUMP_FAILED, Reason.DUMP_MISSING):
+            return failure
+        return replace(failure, is_busy=True) if self._is_full(prompt) else failure
+
+    def _is_full(self, prompt: Prompt) -> bool:
+        """Whether somebody else took the room that the budget has for this prompt's dump."""
+        need = dump_bytes(prompt.num_tokens, self._layout, self._target.limits)
+        for rank in self._target.ranks:
+            try:
+                free = free_bytes(rank.directory)
+            except FileNotFoundError:
+                continue  # the collector misses it too, and ends the run
+            if free < need:
+                self.watch.note_space(
+                    f"{rank.directory}: {amount(free)} free, a dump takes {amount(need)}."
+                )
+                return True
+        return False
 
     @staticmethod
     def _is_settled(reply: ReplyFacts | Failure, *, was_unanswered: bool) -> bool:
@@ -127,6 +137,8 @@ class Exchange:
     async def _send(self, request: Request, attempt: int) -> Failure | None:
         """One request within the concurrency limit; None when the server prefilled all of it."""
         ordinal = request.prompt.ordinal
+        while self._is_full(request.prompt):  # noqa: ASYNC110 - nobody tells of freed space
+            await asyncio.sleep(FULL_PAUSE_S)
         async with self.watch.turn():
             self._owner.post(Moved(ordinal=ordinal, event=Event.SEND, attempts=attempt))
             self._counters.sent += 1

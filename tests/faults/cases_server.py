@@ -183,7 +183,7 @@ def clock_set_back(arena: Arena, undisturbed: dict[int, str]) -> None:
 
 def counters_begin_again(kills: int, arena: Arena, undisturbed: dict[int, str]) -> None:
     """Servers that die again and again; each counts its dumps from 0 under a new boot id."""
-    for number in range(kills):
+    for _ in range(kills):
         arena.start_server()
         plan = [Fault(step="dump-unlink", nth=3, action="kill-server")]
         must_end(arena.run(plan=plan), 0, 1, 3)
