@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import xxhash
+
 from extractor.collect import DumpPiece
 from extractor.config import Identity
-from extractor.copying import SampleCopier
-from extractor.files import sync_directory, write_at
+from extractor.copying import BLOCK_BYTES, SampleCopier
+from extractor.files import blocks, sync_directory, write_at
 from extractor.shard_format import (
     encode_shard_header,
     header_room,
@@ -133,6 +135,26 @@ class ShardWriter:
         self.position += size
         return stored
 
+    def append_stored(self, row: Row, source: int) -> int | None:
+        """Copy a sample of another shard behind the last; its offset here. Not durable before
+        `sync`. None, and nothing kept, when its bytes are not those that were stored."""
+        begin, size = row.offset or 0, row.size_bytes or 0
+        digest = xxhash.xxh3_128()
+        memory = memoryview(bytearray(BLOCK_BYTES))
+        try:
+            for block, at in blocks(source, begin, begin + size, memory):
+                digest.update(block)
+                write_at(self._descriptor, block, self.position + at)
+        except EOFError:
+            return None
+        if digest.hexdigest() != row.digest:
+            return None
+        offset = self.position
+        self._samples.append((row.ordinal, row.num_tokens or 0))
+        self._digests.append(digest.hexdigest())
+        self.position += size
+        return offset
+
     def sync(self) -> None:
         """Make every appended sample durable."""
         os.fdatasync(self._descriptor)
@@ -192,6 +214,12 @@ def reopen_on_disk(directory: Path, shard: Shard) -> None:
     if sealed.exists():
         os.rename(sealed, open_shard_path(directory, shard))
         sync_directory(directory)
+
+
+def remove_emptied(directory: Path, shard: Shard) -> None:
+    """Remove a sealed shard whose samples were all moved elsewhere."""
+    sealed_shard_path(directory, shard).unlink(missing_ok=True)
+    sync_directory(directory)
 
 
 def remove_unknown(directory: Path, shards: Sequence[Shard]) -> None:

@@ -170,9 +170,9 @@ class Arena:
         ]  # fmt: skip
         return self._start(words, plan, constants or {})
 
-    def command(self, *arguments: object) -> Ended:
+    def command(self, *arguments: object, plan: Sequence[Fault] = ()) -> Ended:
         """Any other command."""
-        return self.end(self._start(list(arguments), (), {}))
+        return self.end(self._start(list(arguments), plan, {}))
 
     def _start(
         self, words: Sequence[object], plan: Sequence[Fault], constants: dict[str, Any]

@@ -169,9 +169,14 @@ def kill_cases() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     """Every case, in the order of the table."""
-    from faults import cases_disk, cases_server
+    from faults import cases_disk, cases_server, cases_shards
 
-    cases = [*kill_cases(), *cases_disk.cases(), *cases_server.cases()]
+    cases = [
+        *kill_cases(),
+        *cases_disk.cases(),
+        *cases_shards.cases(),
+        *cases_server.cases(),
+    ]
     names = [case.name for case in cases]
     assert len(set(names)) == len(names)
     return cases
