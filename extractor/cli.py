@@ -402,6 +402,11 @@ def status_command(out: Path, all_failures: bool, as_json: bool) -> None:
     metavar="SECONDS",
     help="How long a server may take to come up.",
 )
+@click.option(
+    "--clean",
+    is_flag=True,
+    help="Remove what dead servers left; dumps that a run could still adopt too.",
+)
 @click.pass_context
 def doctor_command(context: click.Context, /, **values: Any) -> None:
     """Check server, plugin, layers, disks and limits: one OK or PROBLEM line each."""

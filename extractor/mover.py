@@ -7,6 +7,7 @@ way forms the next group, so the group size adapts to what the disk costs.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from extractor.collect import DumpPiece
 from extractor.copying import SampleFault
 from extractor.errors import storage_error
 from extractor.files import unlink_all
+from extractor.reconcile import OpenShard
 from extractor.retry import Failure
 from extractor.shard_format import sample_bytes, samples_expected
 from extractor.shards import ShardSettings, ShardWriter
@@ -181,6 +183,46 @@ class Mover:
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
         except OSError as error:
             raise storage_error(error, where=self._settings.directory) from error
+
+
+class Movers:
+    """Several movers, each with a shard of its own."""
+
+    def __init__(
+        self,
+        settings: ShardSettings,
+        owner: StoreOwner,
+        *,
+        count: int,
+        next_number: int,
+        rows_left: Callable[[], int],
+    ) -> None:
+        self._settings = settings
+        self._owner = owner
+        numbers = itertools.count(next_number)
+        self.all = tuple(
+            Mover(settings, owner, next_number=lambda: next(numbers), rows_left=rows_left)
+            for _ in range(count)
+        )
+
+    async def open(self, left: Sequence[OpenShard]) -> None:
+        """Go on with the shards that earlier sessions left open."""
+        for mover, found in zip(self.all, left, strict=False):
+            await mover.resume(found.shard, found.rows)
+        for found in left[len(self.all) :]:  # this session has fewer movers
+            await seal_left_open(self._settings, self._owner, found.shard, found.rows)
+
+    async def store(
+        self, prompt: Prompt, pieces: Sequence[DumpPiece], *, attempts: int
+    ) -> Failure | None:
+        """`Mover.store` of the one that has least to do."""
+        mover = min(self.all, key=lambda mover: mover.backlog)
+        return await mover.store(prompt, pieces, attempts=attempts)
+
+    async def close(self, *, seal: bool) -> None:
+        """`Mover.close` of each."""
+        for mover in self.all:
+            await mover.close(seal=seal)
 
 
 async def seal_left_open(

@@ -28,7 +28,7 @@ from extractor.errors import (
     storage_error,
 )
 from extractor.files import free_bytes
-from extractor.plan import RID_PREFIX, Limits, Request, dump_bytes, make_rid, rid_prefix
+from extractor.plan import PROBE_SESSION, RID_PREFIX, Limits, Request, dump_bytes, make_rid
 from extractor.retry import Failure
 from extractor.tables import amount
 from extractor.verify import check_reply
@@ -149,11 +149,11 @@ async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
     talk to.
     """
     request = probe_request(run_id, vocab_size=target.limits.vocab_size)
-    collector = Collector(target.ranks, rid_prefix=rid_prefix(run_id))
+    # Of the probe alone: what earlier sessions left is not the probe's to remove.
+    collector = Collector(target.ranks, rid_prefix=request.rid)
     try:
         await _probe(client, target, collector, request)
     finally:
-        # Nothing of a run whose probe failed stays behind, nor of its earlier sessions.
         with suppress(ServerError):
             collector.sweep()
 
@@ -168,7 +168,8 @@ def probe_request(run_id: str, *, vocab_size: int) -> Request:
         input_ids=np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size,
         loss_mask=np.zeros(PROBE_TOKENS, dtype=np.uint8),
     )
-    rid = make_rid(run_id=run_id, session_id=f"probe{secrets.token_hex(4)}", ordinal=0, attempt=1)
+    session_id = PROBE_SESSION + secrets.token_hex(4)
+    rid = make_rid(run_id=run_id, session_id=session_id, ordinal=0, attempt=1)
     return Request(rid=rid, prompt=prompt)
 
 

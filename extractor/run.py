@@ -164,8 +164,8 @@ async def _run(
             reopened = await owner.call(Store.reopen_failed)
             reporter.note(f"{reopened} failed rows are tried again")
             state = await RunState.load(owner, files)
-        remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
         if state.is_finished:
+            remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
             Collector(target.ranks, rid_prefix=rid_prefix(state.run_id)).sweep()
             await _seal_all(owner, options, left)
             return await _summary(owner, state, peak_shm_bytes=0)

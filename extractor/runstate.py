@@ -58,6 +58,14 @@ class RunState:
             self.settled[ordinal] = 0
         self.counters.settled_before -= len(ordinals)
 
+    def settle(self, ordinal: int) -> None:
+        """This row needs no more work."""
+        self.settled[ordinal] = 1
+
+    def is_settled(self, ordinal: int) -> bool:
+        """Whether the row needs no more work; so does none that the input does not have."""
+        return ordinal >= len(self.settled) or bool(self.settled[ordinal])
+
     @property
     def is_finished(self) -> bool:
         return not self.is_new and self.counters.settled_before == self.counters.num_rows

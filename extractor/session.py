@@ -13,13 +13,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from extractor.adoption import Leftovers, find_leftovers, whole
 from extractor.budget import Budget
 from extractor.client import Client
+from extractor.collect import DumpPiece
+from extractor.collector import remove_dumps_of_the_dead
 from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
 from extractor.exchange import Exchange
-from extractor.mover import Mover, seal_left_open
-from extractor.plan import dump_bytes, refusal
+from extractor.mover import Movers
+from extractor.plan import dump_bytes, refusal, rid_prefix
 from extractor.preflight import Target, shm_budget
 from extractor.progress import Reporter
 from extractor.reading import in_thread
@@ -29,6 +32,7 @@ from extractor.runstate import RunState
 from extractor.shard_format import sample_bytes
 from extractor.shards import ShardSettings
 from extractor.signals import stop_on_signals
+from extractor.writers import scan_writers
 from manifest.owner import StoreOwner
 from manifest.records import Failed, Moved, Planned, Rejected
 from manifest.states import Event, Reason
@@ -62,6 +66,7 @@ class Session:
     ) -> None:
         self._options = options
         self._target = target
+        self._identity = identity
         self._layout = identity.layout
         self._renderer = renderer
         self._owner = owner
@@ -81,8 +86,13 @@ class Session:
         )
         self._settings = shard_settings(options, identity)
         self._left = left
-        self._next_shard = left.next_number
-        self._movers: list[Mover] = []
+        self._movers = Movers(
+            self._settings,
+            owner,
+            count=options.num_movers,
+            next_number=left.next_number,
+            rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
+        )
         self.budget = Budget(
             shm_budget(target.ranks, options.shm_budget_bytes, limits=target.limits)
         )
@@ -94,7 +104,7 @@ class Session:
 
     async def run(self, files: Sequence[InputFile]) -> None:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""
-        await self._open_shards()
+        await self._movers.open(self._left.open_shards)
         self._counters.started = time.monotonic()  # the speed is that of the work, not of its start
         with stop_on_signals(self._stop):
             await self._run_until_settled(files)
@@ -120,34 +130,85 @@ class Session:
                     f"row {ordinal} is set aside ({Reason.KILLS_SERVER}): the server died twice "
                     "with it"
                 )
-            for mover in self._movers:
-                await mover.close(seal=is_complete)
+            await self._movers.close(seal=is_complete)
             self._reporter.update(self._counters)
             self._reporter.close()
 
     async def _run_tasks(self, files: Sequence[InputFile]) -> None:
         async with asyncio.TaskGroup() as helpers:
             background = [
-                helpers.create_task(self._exchange.collector.run(), name="collector"),
                 helpers.create_task(self._report(), name="reporter"),
                 helpers.create_task(self._enforce_drain(), name="drain"),
                 helpers.create_task(self._exchange.watch.run(), name="server-watch"),
                 *(
                     helpers.create_task(mover.run(), name=f"mover-{number}")
-                    for number, mover in enumerate(self._movers)
+                    for number, mover in enumerate(self._movers.all)
                 ),
             ]
+            await self._adopt(files)
+            # Only now: what nobody waits for, the collector removes.
+            background.append(helpers.create_task(self._exchange.collector.run(), name="collector"))
             async with asyncio.TaskGroup() as work:
                 await self._admit_all(files, work)
             for task in background:
                 task.cancel()
 
+    # --- what earlier sessions left ----------------------------------------------------------
+
+    async def _adopt(self, files: Sequence[InputFile]) -> None:
+        """Store what an earlier session asked for and did not live to store; remove the rest."""
+        root, run_id = self._options.dump_root, self._state.run_id
+        ranks = [*self._target.ranks, *scan_writers(root).dead]
+        leftovers = await asyncio.to_thread(
+            find_leftovers,
+            ranks,
+            run_id=run_id,
+            identity=self._identity,
+            is_wanted=lambda ordinal: not self._state.is_settled(ordinal),
+        )
+        if leftovers:
+            num_before = self._counters.stored
+            await self._adopt_all(files, leftovers)
+            num_adopted = self._counters.stored - num_before
+            self._reporter.note(f"{num_adopted} prompts had their dumps from an earlier session")
+        remove_dumps_of_the_dead(root, rid_prefix=rid_prefix(run_id))
+
+    async def _adopt_all(self, files: Sequence[InputFile], leftovers: Leftovers) -> None:
+        rows = read_prompts(files, self._renderer, skip=lambda ordinal: ordinal not in leftovers)
+        sources = {file.path: number for number, file in enumerate(files)}
+        num_left = len(leftovers)
+        async with asyncio.TaskGroup() as work:
+            async for item in in_thread(rows):
+                pieces = None
+                if isinstance(item, Prompt) and not refusal(item, self._target.limits):
+                    pieces = whole(leftovers[item.ordinal], item.num_tokens)
+                if isinstance(item, Prompt) and pieces is not None:
+                    await self._tasks.acquire()
+                    self._plan(item, sources[item.source])
+                    work.create_task(self._adopt_one(item, pieces), name=f"adopt-{item.ordinal}")
+                num_left -= 1
+                if not num_left or self._stop.is_set():
+                    return
+
+    async def _adopt_one(self, prompt: Prompt, pieces: Sequence[DumpPiece]) -> None:
+        try:
+            attempts = self._state.attempts.get(prompt.ordinal, 0)
+            self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.ADOPT, attempts=attempts))
+            if await self._movers.store(prompt, pieces, attempts=attempts) is None:
+                self._state.settle(prompt.ordinal)
+                self._count_stored(prompt)
+            else:  # then it is asked for like any other
+                self._owner.post(
+                    Moved(ordinal=prompt.ordinal, event=Event.RETRY, attempts=attempts)
+                )
+        finally:
+            self._tasks.release()
+
     # --- prompts -----------------------------------------------------------------------------
 
     async def _admit_all(self, files: Sequence[InputFile], work: asyncio.TaskGroup) -> None:
-        settled = self._state.settled
         source_numbers = {file.path: number for number, file in enumerate(files)}
-        rows = read_prompts(files, self._renderer, skip=lambda ordinal: bool(settled[ordinal]))
+        rows = read_prompts(files, self._renderer, skip=self._state.is_settled)
         async for item in in_thread(rows):
             if self._stop.is_set():
                 return
@@ -170,17 +231,7 @@ class Session:
             await self._tasks.acquire()
             if self._stop.is_set():
                 return
-            self._owner.post(
-                Planned(
-                    ordinal=item.ordinal,
-                    source=source,
-                    line=item.line,
-                    label=item.label,
-                    key=item.key,
-                    num_tokens=item.num_tokens,
-                    num_trained=item.num_trained,
-                )
-            )
+            self._plan(item, source)
             if item.ordinal in self._state.suspects:
                 # The server died with it before: if it dies again, there must be no doubt why.
                 await self._all_done()
@@ -188,6 +239,19 @@ class Session:
                 await self._all_done()
             else:
                 self._start(work, item, size)
+
+    def _plan(self, prompt: Prompt, source: int) -> None:
+        self._owner.post(
+            Planned(
+                ordinal=prompt.ordinal,
+                source=source,
+                line=prompt.line,
+                label=prompt.label,
+                key=prompt.key,
+                num_tokens=prompt.num_tokens,
+                num_trained=prompt.num_trained,
+            )
+        )
 
     def _start(self, work: asyncio.TaskGroup, prompt: Prompt, size_bytes: int) -> None:
         task = work.create_task(self._process(prompt, size_bytes), name=f"prompt-{prompt.ordinal}")
@@ -278,32 +342,7 @@ class Session:
         if isinstance(outcome, Failure):
             return outcome
         self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.DUMP, attempts=attempt))
-        mover = min(self._movers, key=lambda mover: mover.backlog)
-        return await mover.store(prompt, outcome, attempts=attempt)
-
-    # --- shards ------------------------------------------------------------------------------
-
-    async def _open_shards(self) -> None:
-        """Make the movers; they go on with the shards that earlier sessions left open."""
-        self._movers = [self._new_mover() for _ in range(self._options.num_movers)]
-        movers = list(self._movers)
-        for found in self._left.open_shards:
-            if movers:
-                await movers.pop().resume(found.shard, found.rows)
-            else:  # this session has fewer movers
-                await seal_left_open(self._settings, self._owner, found.shard, found.rows)
-
-    def _new_mover(self) -> Mover:
-        return Mover(
-            self._settings,
-            self._owner,
-            next_number=self._take_shard_number,
-            rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
-        )
-
-    def _take_shard_number(self) -> int:
-        self._next_shard += 1
-        return self._next_shard - 1
+        return await self._movers.store(prompt, outcome, attempts=attempt)
 
     # --- housekeeping ------------------------------------------------------------------------
 

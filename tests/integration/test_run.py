@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import re
 from dataclasses import replace
@@ -727,6 +728,70 @@ async def test_a_refused_retry_leaves_the_data_set_as_it_was(
     assert [row.state for row in before].count(State.FAILED) == 1
 
 
+def declare_dead(server: FakeServer) -> None:
+    """As if its process had ended: another one has its pid now."""
+    path = server.directory / "READY.json"
+    path.write_text(re.sub(r'"pid_start_ticks": \d+', '"pid_start_ticks": 1', path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("what", "is_dead"),
+    [
+        *itertools.product(["whole", "in pieces", "wrong tokens", "short"], [False, True]),
+        ("other layout", True),  # a live one is refused before
+    ],
+)
+async def test_dumps_of_an_earlier_session_are_adopted_where_they_are_whole_and_wanted(
+    tmp_path: Path, dump_root: Path, notes: Notes, what: str, is_dead: bool
+) -> None:
+    prompts = make_prompts(6, shortest=20)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    def row_3_fails(number: int, rid: str) -> Fault | None:
+        return Fault.ERROR if ordinals_sent([rid]) == [3] else None
+
+    async with FakeServer(dump_root, faults=row_3_fails).running() as server:
+        options = options_for(server, path, tmp_path / "out", max_attempts=1)
+        await run(options, notes)
+        (rid,) = (rid for rid in server.requests if ordinals_sent([rid]) == [3])
+    ids = np.array(prompts[3].ids, dtype=np.int32)
+    fault = {"wrong tokens": Fault.WRONG_IDS, "short": Fault.SHORT_DUMP}.get(what)
+    model = FakeModel(layout=replace(LAYOUT, dtype="F16")) if what == "other layout" else None
+    earlier = FakeServer(dump_root, model=model, chunk_tokens=7 if what == "in pieces" else 0)
+    async with FakeServer(dump_root).running() as server:
+        if is_dead:
+            async with earlier.running():
+                earlier.dump(rid, ids, fault)
+            declare_dead(earlier)
+        else:
+            earlier.directory, earlier.boot_id = server.directory, server.boot_id
+            earlier._counter = itertools.count(900)
+            earlier.dump(rid, ids, fault)
+        options = options_for(server, path, tmp_path / "out", retry_failed=True)
+        summary = await run(options, notes)
+        is_adopted = what in ("whole", "in pieces")
+        assert ordinals_sent(server.requests) == ([] if is_adopted else [3])
+    assert states_of(summary) == {State.STORED: 6}
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_dumps_of_a_row_that_is_stored_are_not_wanted(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(6, shortest=20)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    async with FakeServer(dump_root, faults=faults_once({4: Fault.REJECT})).running() as server:
+        await run(options_for(server, path, tmp_path / "out", concurrency=1), notes)
+        (rid,) = (rid for rid in server.requests if ordinals_sent([rid]) == [1])
+        server.dump(rid, np.array(prompts[1].ids, dtype=np.int32))
+        before = read_samples(tmp_path / "out")[1].digest
+        await run(options_for(server, path, tmp_path / "out", retry_failed=True), notes)
+    assert read_samples(tmp_path / "out")[1].digest == before
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
 async def test_what_a_dead_server_left_of_this_run_is_removed(
     tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
@@ -739,10 +804,7 @@ async def test_what_a_dead_server_left_of_this_run_is_removed(
         async with dead.running():
             dead.dump(rid, np.arange(4, dtype=np.int32))
             dead.dump("xtr-ffffffff-1-1-1", np.arange(4, dtype=np.int32))
-        ready = dead.directory / "READY.json"
-        ready.write_text(
-            re.sub(r'"pid_start_ticks": \d+', '"pid_start_ticks": 1', ready.read_text())
-        )
+        declare_dead(dead)
         await run(options, notes)
     assert len(dumps_under(dead.directory)) == 1  # another run's is not ours to remove
 
