@@ -20,6 +20,7 @@ from extractor.leftovers import find_leftovers, remove_leftovers
 from extractor.preflight import (
     Target,
     limits_of,
+    manifest_warning,
     prepare_out,
     require_dump_directory,
     require_plugin,
@@ -166,7 +167,8 @@ def _out(out: Path) -> str:
         prepare_out(out)
     elif not os.access(nearest, os.W_OK):
         raise SpaceError(f"{nearest} is not writable; name another --out")
-    return f"{out}: {amount(free_bytes(nearest))} free"
+    warning = manifest_warning(nearest)
+    return f"{out}: {amount(free_bytes(nearest))} free" + (f"; {warning}" if warning else "")
 
 
 def _dump_root(root: Path) -> Check:

@@ -75,3 +75,22 @@ def free_bytes(path: Path) -> int:
     """Bytes an unprivileged writer can still write on the file system that holds `path`."""
     facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize
+
+
+def file_system_type(path: Path) -> str:
+    """The kernel's name of the file system that holds `path`, such as ext4, tmpfs or nfs4.
+
+    Empty where the kernel does not tell.
+    """
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for mount in mounts:
+        # Fields: id, parent, major:minor, root, mount point, options, tags, "-", type, source ...
+        before, _, behind = mount.partition(" - ")
+        if before.split()[2] == wanted:
+            return behind.split()[0]
+    return ""

@@ -27,7 +27,7 @@ from extractor.errors import (
     UsageError,
     storage_error,
 )
-from extractor.files import free_bytes
+from extractor.files import file_system_type, free_bytes
 from extractor.plan import PROBE_SESSION, RID_PREFIX, Limits, Request, dump_bytes, make_rid
 from extractor.retry import Failure
 from extractor.tables import amount
@@ -39,6 +39,11 @@ from server_patch.dump_format import READY_NAME, Ready
 
 PROBE_TIMEOUT_S = 60.0
 PROBE_TOKENS = 5
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+NETWORK_FILE_SYSTEMS = (
+    "nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "glusterfs",
+    "virtiofs",
+)  # fmt: skip
 #: Free space below which a run is not begun.
 LEAST_FREE_BYTES = 64 << 20
 
@@ -259,6 +264,23 @@ def require_dump_directory(ranks: Sequence[Rank]) -> None:
                 "Run as the server's user, or start the server with "
                 "SGLANG_HS_FILE_MODE=660 and a common group."
             ) from error
+
+
+def manifest_warning(out: Path) -> str | None:
+    """What is wrong with keeping a manifest on the file system of `out`; None when nothing is."""
+    kind = file_system_type(out)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return (
+            f"warning: {out} is on {kind}: data set and manifest are lost with this machine's "
+            "next start. Name an --out on a disk."
+        )
+    if kind.startswith(NETWORK_FILE_SYSTEMS):
+        return (
+            f"warning: {out} is on {kind}: SQLite's locks and its write-ahead log are not reliable "
+            "on a network file system. Let no other host open the manifest while this run goes on, "
+            "or name an --out on a local disk and copy it."
+        )
+    return None
 
 
 def prepare_out(out: Path) -> None:

@@ -21,6 +21,7 @@ from extractor.plan import rid_prefix
 from extractor.preflight import (
     Target,
     limits_of,
+    manifest_warning,
     prepare_out,
     require_dump_directory,
     require_plugin,
@@ -117,6 +118,8 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     """
     files = await asyncio.to_thread(scan_inputs, [str(path) for path in options.prompts])
     prepare_out(options.out)
+    if (warning := manifest_warning(options.out)) is not None:
+        reporter.note(warning)
     try:
         with exclusive(options.out):
             async with _open_manifest(options) as owner:
