@@ -46,7 +46,7 @@ from extractor.repair import audit_and_repair
 from extractor.report import totals_table
 from extractor.run import RunSummary, run
 from extractor.serve import free_port, running_server, server_answers
-from extractor.signals import STOP_SIGNALS
+from extractor.signals import under_signals
 from extractor.status import failed_table, read_status
 
 Result = TypeVar("Result")
@@ -432,28 +432,9 @@ def _note(message: str) -> None:
 
 
 def _run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted.
-
-    The handlers are set even where SIGINT was ignored, as in the background of a shell script.
-    """
-
-    async def main() -> Result:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def stop() -> None:
-            if task.done():
-                # All is cleaned up; only a thread that cannot be stopped (an import, a long file
-                # being read) is still waited for.
-                os._exit(Interrupted.exit_code)
-            task.cancel()
-
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        return await coroutine
-
+    """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted."""
     try:
-        return asyncio.run(main())
+        return asyncio.run(under_signals(coroutine))
     except asyncio.CancelledError:
         raise Interrupted("interrupted") from None
 
