@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,30 @@ class _Job:
     done: asyncio.Future[Failure | None]
 
 
+@dataclass(kw_only=True)
+class Syncs:
+    """What making groups of samples durable took, measured."""
+
+    count: int = 0
+    samples: int = 0
+    seconds: float = 0.0  # within fdatasync
+    slowest_s: float = 0.0
+
+    def add(self, samples: int, seconds: float) -> None:
+        self.count += 1
+        self.samples += samples
+        self.seconds += seconds
+        self.slowest_s = max(self.slowest_s, seconds)
+
+    def to_document(self) -> dict[str, float]:
+        return {
+            "count": self.count,
+            "samples": self.samples,
+            "mean_ms": 1e3 * self.seconds / max(1, self.count),
+            "slowest_ms": 1e3 * self.slowest_s,
+        }
+
+
 class Mover:
     """One thread and the open shard that it fills."""
 
@@ -60,6 +85,7 @@ class Mover:
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mover")
         self._writer: ShardWriter | None = None
+        self.syncs = Syncs()
 
     @property
     def backlog(self) -> int:
@@ -131,8 +157,7 @@ class Mover:
                 job.done.set_result(None if isinstance(outcome, Stored) else outcome)
         return len(done)
 
-    @staticmethod
-    def _append(writer: ShardWriter, group: Sequence[_Job]) -> list[Stored | Failure]:
+    def _append(self, writer: ShardWriter, group: Sequence[_Job]) -> list[Stored | Failure]:
         outcomes: list[Stored | Failure] = []
         for job in group:
             if not writer.has_room(job.prompt.num_tokens):
@@ -141,7 +166,9 @@ class Mover:
                 outcomes.append(writer.append(job.prompt, job.pieces))
             except SampleFault as fault:
                 outcomes.append(fault.failure)
+        began = time.monotonic()
         writer.sync()
+        self.syncs.add(len(outcomes), time.monotonic() - began)
         return outcomes
 
     async def _writer_for(self, group: Sequence[_Job]) -> ShardWriter:
@@ -218,6 +245,17 @@ class Movers:
         """`Mover.store` of the one that has least to do."""
         mover = min(self.all, key=lambda mover: mover.backlog)
         return await mover.store(prompt, pieces, attempts=attempts)
+
+    @property
+    def syncs(self) -> Syncs:
+        """Of all movers together."""
+        total = Syncs()
+        for mover in self.all:
+            total.count += mover.syncs.count
+            total.samples += mover.syncs.samples
+            total.seconds += mover.syncs.seconds
+            total.slowest_s = max(total.slowest_s, mover.syncs.slowest_s)
+        return total
 
     async def close(self, *, seal: bool) -> None:
         """`Mover.close` of each."""

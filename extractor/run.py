@@ -16,7 +16,7 @@ from extractor.dataset import dataset_document
 from extractor.errors import ServerError, storage_error
 from extractor.files import write_whole
 from extractor.lock import exclusive
-from extractor.mover import seal_left_open
+from extractor.mover import Syncs, seal_left_open
 from extractor.plan import rid_prefix
 from extractor.preflight import (
     Target,
@@ -59,6 +59,7 @@ class RunSummary:
     duplicates: int | None  # among stored samples; None where nothing was stored, so not counted
     peak_shm_bytes: int
     commits: Commits  # of the manifest, this session
+    syncs: Syncs  # of shards, this session
     run_id: str
 
     @property
@@ -81,13 +82,8 @@ class RunSummary:
                 "seconds": counters.seconds,
                 "tokens_per_s": counters.tokens_per_s,
                 "peak_shm_bytes": self.peak_shm_bytes,
-                "commits": {
-                    "count": self.commits.count,
-                    "changes": self.commits.changes,
-                    "largest": self.commits.largest,
-                    "mean_ms": 1e3 * self.commits.seconds / max(1, self.commits.count),
-                    "slowest_ms": 1e3 * self.commits.slowest_s,
-                },
+                "commits": self.commits.to_document(),
+                "syncs": self.syncs.to_document(),
             },
         }
 
@@ -190,7 +186,7 @@ async def _run(
             left=left,
         )
         await session.run(files)
-        return await _summary(owner, state, peak_shm_bytes=session.budget.peak)
+        return await _summary(owner, state, peak_shm_bytes=session.budget.peak, syncs=session.syncs)
 
 
 @asynccontextmanager
@@ -226,7 +222,9 @@ async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) ->
         await seal_left_open(settings, owner, found.shard, found.rows)
 
 
-async def _summary(owner: StoreOwner, state: RunState, *, peak_shm_bytes: int) -> RunSummary:
+async def _summary(
+    owner: StoreOwner, state: RunState, *, peak_shm_bytes: int, syncs: Syncs | None = None
+) -> RunSummary:
     duplicates = None
     if state.counters.stored:
         duplicates = await owner.call(Store.count_duplicates)
@@ -236,5 +234,6 @@ async def _summary(owner: StoreOwner, state: RunState, *, peak_shm_bytes: int) -
         counters=state.counters,
         peak_shm_bytes=peak_shm_bytes,
         commits=owner.commits,
+        syncs=syncs or Syncs(),
         run_id=state.run_id,
     )

@@ -21,7 +21,7 @@ from extractor.collector import remove_dumps_of_the_dead
 from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
 from extractor.exchange import Exchange
-from extractor.mover import Movers
+from extractor.mover import Movers, Syncs
 from extractor.plan import dump_bytes, refusal, rid_prefix
 from extractor.preflight import Target, shm_budget
 from extractor.progress import Reporter
@@ -101,6 +101,11 @@ class Session:
         self._tasks = asyncio.Semaphore(2 * options.concurrency)
         self._running: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
+
+    @property
+    def syncs(self) -> Syncs:
+        """What making samples durable took."""
+        return self._movers.syncs
 
     async def run(self, files: Sequence[InputFile]) -> None:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""

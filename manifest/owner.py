@@ -41,6 +41,15 @@ class Commits:
         self.seconds += seconds
         self.slowest_s = max(self.slowest_s, seconds)
 
+    def to_document(self) -> dict[str, float]:
+        return {
+            "count": self.count,
+            "changes": self.changes,
+            "largest": self.largest,
+            "mean_ms": 1e3 * self.seconds / max(1, self.count),
+            "slowest_ms": 1e3 * self.slowest_s,
+        }
+
 
 class StoreOwner:
     """Runs every call on the store's own thread, one after another.
