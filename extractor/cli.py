@@ -165,7 +165,7 @@ def cli(verbose: bool) -> None:
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long a server may take to come up.",
+    help="How long a server may take to come up, or to come back when it dies.",
 )
 @click.option(
     "--retry-failed", is_flag=True, help="Try again the rows that an earlier session gave up."

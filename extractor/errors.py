@@ -9,7 +9,8 @@ ExtractorError
 ├── ServerError         exit 3   the server or its plugin; rows stay resumable
 │   ├── ServerUnreachable
 │   ├── PluginError              absent, failed, or captures something else
-│   └── ServerLost               gone in mid-run
+│   └── ServerLost               serves nothing any more, in mid-run
+│       └── ServerGone           its process died, or nothing answers: it may come back
 ├── SpaceError          exit 4   a disk or /dev/shm is full or failing; nothing is lost
 ├── CorruptData         exit 1   bytes on disk are not what the manifest says
 └── Interrupted         exit 130 a signal; rows stay resumable
@@ -78,6 +79,10 @@ class PluginError(ServerError):
 
 class ServerLost(ServerError):
     """The server stopped answering in mid-run."""
+
+
+class ServerGone(ServerLost):
+    """The server died or does not answer; another may take its place."""
 
 
 class SpaceError(ExtractorError):

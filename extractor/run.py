@@ -13,7 +13,7 @@ from extractor.client import Client
 from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.config import DATASET_NAME, Identity, RunOptions
 from extractor.dataset import dataset_document
-from extractor.errors import ServerError, storage_error
+from extractor.errors import ServerError, ServerGone, first_known, storage_error
 from extractor.files import write_whole
 from extractor.lock import exclusive
 from extractor.mover import Syncs, seal_left_open
@@ -119,10 +119,23 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     try:
         with exclusive(options.out):
             async with _open_manifest(options) as owner:
-                return await _run(options, reporter, files, owner)
+                return await _run_until_done(options, reporter, files, owner)
     except OSError as error:
         where = options.out if error.filename is None else Path(error.filename)
         raise storage_error(error, where=where) from error
+
+
+async def _run_until_done(
+    options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
+) -> RunSummary:
+    """One session after another, for as long as a server that went comes back in time."""
+    while True:
+        try:
+            return await _run(options, reporter, files, owner)
+        except (ServerGone, ExceptionGroup) as error:
+            if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
+                raise
+            reporter.note(f"{gone}\nwaiting up to {options.server_wait_s:.0f} s for it")
 
 
 async def _run(

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from extractor.breaker import Breaker
 from extractor.budget import Budget
 from extractor.client import Client
-from extractor.errors import ServerLost, SpaceError
+from extractor.errors import ServerGone, ServerLost, SpaceError
 from extractor.preflight import PROBE_TIMEOUT_S, PROBE_TOKENS, Target, probe_request
 from extractor.retry import Failure, RetryPolicy
 from extractor.verify import ReplyFacts, check_reply
@@ -56,11 +56,14 @@ class ServerWatch:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn to send one prompt, and hold it."""
+        """Wait for a turn to send one prompt, and hold it. Raises ServerGone."""
         while True:
             await self._is_closed.wait()
             async with self._turns.hold(1):
                 if self._is_closed.is_set():
+                    if self._breaker.is_gone:
+                        # Another server may have taken the address since, which was never proven.
+                        self._require_alive()
                     yield
                     return
 
@@ -100,13 +103,7 @@ class ServerWatch:
     async def _watch(self) -> None:
         while True:
             now = asyncio.get_running_loop().time()
-            for rank in self._target.ranks:
-                if not is_alive(rank.ready):
-                    self.is_lost = True
-                    raise ServerLost(
-                        f"the server at {self._client.url} died: its process {rank.ready.pid} "
-                        f"is gone. {RESTART_ADVICE}"
-                    )
+            self._require_alive()
             if self._breaker.is_hopeless(now=now):
                 raise self._given_up(now)
             if self._space_trouble and now - self._space_trouble_since > SPACE_PATIENCE_S:
@@ -116,11 +113,20 @@ class ServerWatch:
                 )
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
+    def _require_alive(self) -> None:
+        for rank in self._target.ranks:
+            if not is_alive(rank.ready):
+                self.is_lost = True
+                raise ServerGone(
+                    f"the server at {self._client.url} died: its process {rank.ready.pid} "
+                    f"is gone. {RESTART_ADVICE}"
+                )
+
     def _given_up(self, now: float) -> ServerLost:
         trouble = f"{self._breaker.trouble_s(now=now):.0f} s (last: {self._last_trouble})"
         if self._breaker.is_gone:
             self.is_lost = True
-            return ServerLost(
+            return ServerGone(
                 f"the server at {self._client.url} has not answered for {trouble}. {RESTART_ADVICE}"
             )
         return ServerLost(

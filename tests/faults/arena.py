@@ -217,6 +217,11 @@ class Arena:
         trace = started[1] / "trace"
         self._wait(lambda: trace.exists() and "!" in trace.read_text(), "the fault")
 
+    def wait_for_words(self, started: tuple[BaseProcess, Path], words: str, times: int = 1) -> None:
+        """Until a command has said so on stderr."""
+        said = started[1] / "stderr"
+        self._wait(lambda: said.exists() and said.read_text().count(words) >= times, words)
+
     def _fork(self, target: Callable[[], None]) -> BaseProcess:
         child = _FORK.Process(target=target)
         child.start()

@@ -193,6 +193,36 @@ def counters_begin_again(kills: int, arena: Arena, undisturbed: dict[int, str]) 
     resume(arena, undisturbed, kills=kills)
 
 
+def comes_back(fault: Fault, arena: Arena, undisturbed: dict[int, str]) -> None:
+    """With --server-wait, one command lives through the death of its server."""
+    arena.start_server()
+    started = arena.start_run("--server-wait", 60, plan=[fault])
+    arena.wait_for_words(started, "waiting up to")
+    arena.start_server()
+    ended = arena.end(started)
+    must_end(ended, 0)
+    arena.assert_whole(undisturbed)
+    arena.assert_sent_at_most(1)
+
+
+def poison_with_a_supervisor(arena: Arena, undisturbed: dict[int, str]) -> None:
+    """Somebody starts the server again whenever it dies: one command does all but one row."""
+
+    def plan(number: int, rid: str) -> ServerFault | None:
+        return ServerFault.DIE if ordinal_of(rid) == 9 else None
+
+    arena.start_server(faults=plan)
+    started = arena.start_run("--server-wait", 60)
+    for death in (1, 2):
+        arena.wait_for_words(started, "waiting up to", death)
+        arena.start_server(faults=plan)
+    ended = arena.end(started)
+    assert ended.code == 1, ended
+    assert "row 9 is set aside" in ended.stderr, ended
+    arena.assert_whole(undisturbed, without=[9])
+    assert arena.ordinals_sent().count(9) == 2
+
+
 def cases() -> Iterator[Case]:
     for name in PASSING:
         for seed in range(3):
@@ -216,6 +246,10 @@ def cases() -> Iterator[Case]:
                 partial(interrupted, names, Fault(step=step, nth=nth)),
                 step in ("copy", "seal-rename") and names != ("HUP",),
             )
+    for step, nth in (("request", 12), ("copy", 40), ("dump-unlink", 20), ("seal-rename", 2)):
+        fault = Fault(step=step, nth=nth, action="kill-server")
+        yield Case(f"come-back:{step}:{nth}", partial(comes_back, fault), step == "copy")
+    yield Case("come-back:poison", poison_with_a_supervisor, True)
     yield Case("two:runs:one-out", two_runs, True)
     yield Case("two:runs:one-server", two_outputs, True)
     yield Case("clock:back:a-year", clock_set_back, True)
