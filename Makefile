@@ -8,7 +8,7 @@ DEMO := .demo
 export PYTHON VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check clean
+.PHONY: help venv demo test faults check clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 14
@@ -22,6 +22,9 @@ demo: venv ## extract hidden states from a real model on this machine's CPU, and
 
 test: venv ## run all tests that need no GPU
 	@$(VENV)/bin/pytest
+
+faults: venv ## inject every fault into real runs and print the matrix (CASE=name: one of them)
+	@cd tests && $(abspath $(VENV))/bin/python -m faults $(CASE)
 
 check: venv ## lint, formatting, types, import rules
 	$(VENV)/bin/ruff check .

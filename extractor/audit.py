@@ -22,6 +22,7 @@ from extractor.report import totals_document, totals_table
 from extractor.shard_format import (
     decode_shard_header,
     sample_tensors,
+    shard_digest,
     shard_metadata,
     tensor_name,
 )
@@ -46,6 +47,7 @@ class FindingKind(StrEnum):
     SHARD_UNSEALED = "shard_unsealed"
     SHARD_HEADER = "shard_header"  # says something else than the manifest
     SHARD_SIZE = "shard_size"
+    SHARD_DIGEST = "shard_digest"  # header or samples are others than those that were sealed
     SHARD_UNKNOWN = "shard_unknown"  # a file that the manifest does not know
     SAMPLE_OVERLAP = "sample_overlap"
     SAMPLE_SIZE = "sample_size"  # its extent does not fit its number of tokens
@@ -72,6 +74,7 @@ class Audit:
     totals: Totals
     num_input_rows: int
     num_shards: int
+    duplicates: int = 0  # stored samples whose ids and mask another one has too
     samples_checked: int = 0
     bytes_checked: int = 0
     is_fast: bool = False
@@ -88,6 +91,7 @@ class Audit:
             "fast": self.is_fast,
             "input_rows": self.num_input_rows,
             **totals_document(self.totals),
+            "duplicates": self.duplicates,
             "shards": self.num_shards,
             "samples_checked": self.samples_checked,
             "bytes_checked": self.bytes_checked,
@@ -101,6 +105,7 @@ class Audit:
             totals_table(self.totals, num_unread=max(0, unread)),
             table(
                 [
+                    ("duplicates", f"{self.duplicates:,}"),
                     ("shards", f"{self.num_shards:,}"),
                     ("samples checked", f"{self.samples_checked:,}"),
                     ("bytes checked", amount(self.bytes_checked)),
@@ -159,6 +164,7 @@ class _Auditor:
         for problem in self._store.integrity_problems():
             self._find(FindingKind.MANIFEST_DAMAGED, problem)
         self._check_rows()
+        self._audit.duplicates = self._store.count_duplicates()
         self._check_provenance()
         shards = self._store.shards()
         self._audit.num_shards = len(shards)
@@ -219,6 +225,7 @@ class _Auditor:
     # --- shards ------------------------------------------------------------------------------
 
     def _check_shard(self, shard: Shard) -> None:
+        num_findings = len(self._audit.findings)
         rows = self._store.shard_rows(shard.number)
         path = sealed_shard_path(self._directory, shard)
         if not shard.is_sealed:
@@ -247,6 +254,9 @@ class _Auditor:
             for row in rows:
                 self._check_sample(shard, row, descriptor, size)
                 self._progress(1)
+            if shard.is_sealed and len(self._audit.findings) == num_findings:
+                # Says no more than the others where they found something.
+                self._check_digest(shard, rows, descriptor, size)
         finally:
             os.close(descriptor)
 
@@ -259,10 +269,9 @@ class _Auditor:
             )
 
     def _check_header(self, shard: Shard, rows: list[Row], descriptor: int, size: int) -> None:
-        data = bytearray(min(shard.data_start, size))
-        read_into(descriptor, memoryview(data), 0)
+        data = _beginning(shard, descriptor, size)
         try:
-            header = decode_shard_header(bytes(data))
+            header = decode_shard_header(data)
         except CorruptData as error:
             self._find(FindingKind.SHARD_HEADER, str(error), shard=shard)
             return
@@ -287,6 +296,16 @@ class _Auditor:
             names = ", ".join(sorted(header)[:5])
             self._find(
                 FindingKind.SHARD_HEADER, f"{len(header)} unknown tensors: {names}", shard=shard
+            )
+
+    def _check_digest(self, shard: Shard, rows: list[Row], descriptor: int, size: int) -> None:
+        data = _beginning(shard, descriptor, size)
+        digest = shard_digest(data, (row.digest or "" for row in rows))
+        if shard.digest is not None and digest != shard.digest:
+            self._find(
+                FindingKind.SHARD_DIGEST,
+                f"header and samples have digest {digest}, sealed was {shard.digest}",
+                shard=shard,
             )
 
     def _check_extents(self, shard: Shard, rows: list[Row]) -> None:
@@ -369,3 +388,10 @@ class _Auditor:
         names = set(os.listdir(self._directory)) if self._directory.exists() else set()
         for name in sorted(names - known):
             self._find(FindingKind.SHARD_UNKNOWN, f"{self._directory / name}")
+
+
+def _beginning(shard: Shard, descriptor: int, size: int) -> bytes:
+    """The header of a shard with all the room that was kept for it."""
+    data = bytearray(min(shard.data_start, size))
+    read_into(descriptor, memoryview(data), 0)
+    return bytes(data)

@@ -1,4 +1,4 @@
-"""Admission by bytes: a fair semaphore whose permits have weights."""
+"""Admission by weight: a fair semaphore whose permits are bytes, or requests."""
 
 from __future__ import annotations
 
@@ -8,55 +8,60 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 
-class ByteBudget:
-    """At most `total_bytes` are held at any time.
+class Budget:
+    """At most `total` are held at any time; when that is lowered, as soon as enough is given back.
 
     First come, first served, so that a large prompt is not starved by small ones. A weight over
     the total is the caller's mistake (ValueError): it would wait for ever.
     """
 
-    def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = total_bytes
-        self.used_bytes = 0
-        self.peak_bytes = 0
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self.peak = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
-    async def hold(self, size_bytes: int) -> AsyncIterator[None]:
-        """Hold `size_bytes` for the length of the block; waits until they are free."""
-        if size_bytes > self.total_bytes:
-            raise ValueError(f"{size_bytes} bytes can never fit into {self.total_bytes}")
-        await self._acquire(size_bytes)
+    async def hold(self, weight: int) -> AsyncIterator[None]:
+        """Hold `weight` for the length of the block; waits until they are free."""
+        if weight > self.total:
+            raise ValueError(f"{weight} can never fit into {self.total}")
+        await self._acquire(weight)
         try:
             yield
         finally:
-            self.used_bytes -= size_bytes
+            self.used -= weight
             self._wake()
 
-    async def _acquire(self, size_bytes: int) -> None:
-        if not self._waiters and self.used_bytes + size_bytes <= self.total_bytes:
-            self._take(size_bytes)
+    def resize(self, total: int) -> None:
+        """Allow so much from now on."""
+        self.total = total
+        self._wake()
+
+    async def _acquire(self, weight: int) -> None:
+        if not self._waiters and self.used + weight <= self.total:
+            self._take(weight)
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((size_bytes, granted))
+        self._waiters.append((weight, granted))
         try:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                self.used_bytes -= size_bytes  # granted in the moment we were cancelled
+                self.used -= weight  # granted in the moment we were cancelled
             else:
                 with suppress(ValueError):  # _wake may have dropped it already
-                    self._waiters.remove((size_bytes, granted))
+                    self._waiters.remove((weight, granted))
             self._wake()
             raise
 
     def _wake(self) -> None:
-        while self._waiters and self.used_bytes + self._waiters[0][0] <= self.total_bytes:
-            size_bytes, granted = self._waiters.popleft()
+        while self._waiters and self.used + self._waiters[0][0] <= self.total:
+            weight, granted = self._waiters.popleft()
             if not granted.done():
-                self._take(size_bytes)
+                self._take(weight)
                 granted.set_result(None)
 
-    def _take(self, size_bytes: int) -> None:
-        self.used_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+    def _take(self, weight: int) -> None:
+        self.used += weight
+        self.peak = max(self.peak, self.used)

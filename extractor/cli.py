@@ -49,11 +49,12 @@ from extractor.prompt_options import (
     reading_from,
     reading_options,
 )
+from extractor.repair import audit_and_repair
 from extractor.report import totals_table
 from extractor.run import RunSummary, run
 from extractor.serve import free_port, running_server, server_answers
 from extractor.show import renderer_for, server_tokenizer, show_row
-from extractor.signals import STOP_SIGNALS
+from extractor.signals import under_signals
 from extractor.status import failed_table, read_status
 
 Result = TypeVar("Result")
@@ -172,7 +173,7 @@ def cli(verbose: bool) -> None:
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long a server may take to come up.",
+    help="How long a server may take to come up, or to come back when it dies.",
 )
 @click.option(
     "--retry-failed", is_flag=True, help="Try again the rows that an earlier session gave up."
@@ -403,20 +404,36 @@ async def _serve(options: ServeOptions) -> NoReturn:
 @cli.command("verify")
 @OUT_ARGUMENT
 @click.option("--fast", is_flag=True, help="Leave out the states' bytes: digests, finiteness.")
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Replace damaged shards by their sound samples; the next run extracts the others again.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.pass_context
-def verify_command(context: click.Context, /, out: Path, fast: bool, as_json: bool) -> None:
+def verify_command(
+    context: click.Context, /, out: Path, fast: bool, repair: bool, as_json: bool
+) -> None:
     """Prove the data set in DIR from its shards and manifest alone."""
+    if fast and repair:
+        raise UsageError("--repair has to read every byte: leave --fast out")
+    repaired = None
     with tqdm(unit=" samples", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
 
         def advance(count: int) -> None:
             bar.update(count)
 
-        result = audit(out, fast=fast, progress=advance)
+        if repair:
+            result, repaired = audit_and_repair(out, progress=advance)
+        else:
+            result = audit(out, fast=fast, progress=advance)
     if as_json:
-        _print_json(result.to_document())
+        extra = {} if repaired is None else {"repair": repaired.to_document()}
+        _print_json({**result.to_document(), **extra})
     else:
         click.echo(result.to_text())
+        if repaired is not None:
+            click.echo(repaired.to_text())
     if not result.is_clean:
         context.exit(1)
 
@@ -467,6 +484,11 @@ def status_command(out: Path, all_failures: bool, as_json: bool) -> None:
     metavar="SECONDS",
     help="How long a server may take to come up.",
 )
+@click.option(
+    "--clean",
+    is_flag=True,
+    help="Remove what dead servers left; dumps that a run could still adopt too.",
+)
 @click.pass_context
 def doctor_command(context: click.Context, /, **values: Any) -> None:
     """Check server, plugin, layers, disks and limits: one OK or PROBLEM line each."""
@@ -492,28 +514,9 @@ def _note(message: str) -> None:
 
 
 def _run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted.
-
-    The handlers are set even where SIGINT was ignored, as in the background of a shell script.
-    """
-
-    async def main() -> Result:
-        task = asyncio.current_task()
-        assert task is not None
-
-        def stop() -> None:
-            if task.done():
-                # All is cleaned up; only a thread that cannot be stopped (an import, a long file
-                # being read) is still waited for.
-                os._exit(Interrupted.exit_code)
-            task.cancel()
-
-        for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        return await coroutine
-
+    """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted."""
     try:
-        return asyncio.run(main())
+        return asyncio.run(under_signals(coroutine))
     except asyncio.CancelledError:
         raise Interrupted("interrupted") from None
 

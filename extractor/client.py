@@ -115,8 +115,10 @@ class Client:
                 reason=Reason.SERVER_ERROR,
                 detail=transport_problem(error),
                 is_transport=is_unreached or not is_silent,
+                is_unsent=isinstance(error, aiohttp.ClientConnectorError) or is_unreached,
+                is_unanswered=True,
             )
-        return _reply_facts(data)
+        return _reply_facts(data, rid=request.rid)
 
     async def abort(self, rid: str) -> None:
         """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
@@ -228,11 +230,15 @@ def _http_failure(status: int, data: bytes) -> Failure:
     return Failure(reason=Reason.SERVER_ERROR, detail=detail)
 
 
-def _reply_facts(data: bytes) -> ReplyFacts | Failure:
+def _reply_facts(data: bytes, *, rid: str) -> ReplyFacts | Failure:
     document = _object(data)
     try:
         assert document is not None
         meta = document["meta_info"]
+        if meta.get("id", rid) != rid:
+            return Failure(
+                reason=Reason.SERVER_ERROR, detail=f"the answer is to request {meta['id']!r:.80}"
+            )
         finish = meta.get("finish_reason") or {}
         return ReplyFacts(
             prompt_tokens=int(meta["prompt_tokens"]),

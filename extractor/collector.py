@@ -23,6 +23,7 @@ from extractor.verify import check_header
 from extractor.writers import scan_writers
 from manifest.correlate import Correlator, Match, Piece
 from manifest.states import Reason
+from server_patch.dump_format import TEMPORARY_PREFIX
 
 #: Pause between two looks at the dump directories: short while something arrives.
 BUSY_PAUSE_S = 0.002
@@ -43,6 +44,8 @@ class Collector:
         self._waiting: dict[str, asyncio.Future[Collected]] = {}
         self.num_orphans = 0  # late or duplicate dumps of ours that nobody waits for any more
         self.num_broken = 0
+        #: Requests that were given up without an answer: their dumps may come late.
+        self.abandoned: set[str] = set()
 
     def expect(self, rid: str, *, num_tokens: int) -> asyncio.Future[Collected]:
         """A future of the pieces that tile the prompt, by start; or of what went wrong.
@@ -120,6 +123,7 @@ class Collector:
         match self._correlator.add(header.rid, piece):
             case Match.ORPHAN:
                 self.num_orphans += 1
+                self.abandoned.discard(header.rid)
                 self._remove([piece])
                 return
             case Match.CONFLICT:
@@ -159,5 +163,7 @@ class Collector:
 def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str) -> None:
     """Remove the dumps with such rids that servers which have died since left under `root`."""
     dead = scan_writers(root).dead
-    with suppress(ServerError):  # somebody else may be removing the directory
+    with suppress(ServerError, FileNotFoundError):  # somebody else may be removing the directory
         Collector(dead, rid_prefix=rid_prefix).sweep()
+        for rank in dead:  # what they were writing, nobody will finish
+            unlink_all(rank.directory.glob(f"{TEMPORARY_PREFIX}*"))

@@ -49,8 +49,7 @@ class SampleCopier:
         with ExitStack() as stack:
             opened = [(piece, stack.enter_context(_opened(piece))) for piece in pieces]
             for piece, source in opened:
-                with _still_whole(piece):
-                    self._check_ids(prompt, piece, source)
+                _check_ids(prompt, piece, source)
             for name in self._layout.state_names:
                 for piece, source in opened:
                     span = piece.handle.dump.tensors[name]
@@ -69,15 +68,23 @@ class SampleCopier:
         write_at(descriptor, tail, offset)
         return str(digest.hexdigest())
 
-    def _check_ids(self, prompt: Prompt, piece: DumpPiece, source: int) -> None:
-        span = piece.handle.dump.tensors["input_ids"]
-        data = bytearray(span.size_bytes)
+
+def check_tokens(prompt: Prompt, piece: DumpPiece) -> None:
+    """Raise SampleFault when a piece does not hold the tokens that were sent, or vanished."""
+    with _opened(piece) as source:
+        _check_ids(prompt, piece, source)
+
+
+def _check_ids(prompt: Prompt, piece: DumpPiece, source: int) -> None:
+    span = piece.handle.dump.tensors["input_ids"]
+    data = bytearray(span.size_bytes)
+    with _still_whole(piece):
         read_into(source, memoryview(data), span.begin)
-        failure = check_ids(
-            prompt.input_ids, np.frombuffer(data, dtype=np.dtype("<i4")), start=piece.start
-        )
-        if failure is not None:
-            raise SampleFault(failure)
+    failure = check_ids(
+        prompt.input_ids, np.frombuffer(data, dtype=np.dtype("<i4")), start=piece.start
+    )
+    if failure is not None:
+        raise SampleFault(failure)
 
 
 def token_bytes(prompt: Prompt) -> bytes:

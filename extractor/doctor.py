@@ -16,9 +16,11 @@ from extractor import __version__
 from extractor.client import Client
 from extractor.errors import SpaceError, exit_code
 from extractor.files import free_bytes
+from extractor.leftovers import find_leftovers, remove_leftovers
 from extractor.preflight import (
     Target,
     limits_of,
+    manifest_warning,
     prepare_out,
     require_dump_directory,
     require_plugin,
@@ -27,7 +29,6 @@ from extractor.preflight import (
     shm_budget,
 )
 from extractor.tables import amount
-from extractor.writers import scan_writers
 
 LEAST_FILES = 1024
 
@@ -49,7 +50,7 @@ class Check:
 
 
 async def examine(
-    *, url: str, dump_root: Path, out: Path, server_wait_s: float
+    *, url: str, dump_root: Path, out: Path, server_wait_s: float, clean: bool = False
 ) -> AsyncIterator[Check]:
     """Every check that can be made; those that need a failed one are left out."""
     yield _versions()
@@ -57,7 +58,7 @@ async def examine(
     check, _ = await _try("output disk", _async(lambda: _out(out)))
     yield check
     yield _dump_root(dump_root)
-    yield _leftovers(dump_root)
+    yield _leftovers(dump_root, is_to_clean=clean)
     async with Client(url, concurrency=2, request_timeout_s=120.0) as client:
         check, facts = await _try(
             "server",
@@ -166,7 +167,8 @@ def _out(out: Path) -> str:
         prepare_out(out)
     elif not os.access(nearest, os.W_OK):
         raise SpaceError(f"{nearest} is not writable; name another --out")
-    return f"{out}: {amount(free_bytes(nearest))} free"
+    warning = manifest_warning(nearest)
+    return f"{out}: {amount(free_bytes(nearest))} free" + (f"; {warning}" if warning else "")
 
 
 def _dump_root(root: Path) -> Check:
@@ -178,13 +180,21 @@ def _dump_root(root: Path) -> Check:
     return Check(name="dump root", problem=None, detail=f"{root}: {amount(free_bytes(root))} free")
 
 
-def _leftovers(root: Path) -> Check:
-    writers = scan_writers(root)
-    if not writers.dead:
-        return Check(name="leftovers", problem=None, detail="none")
-    directories = ", ".join(str(rank.directory) for rank in writers.dead)
-    size = sum(file.stat().st_size for rank in writers.dead for file in rank.directory.glob("*"))
-    return Check(
-        name="leftovers",
-        problem=f"{amount(size)} of dead servers: remove {directories}",
-    )
+def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
+    removed = remove_leftovers(root) if is_to_clean else []
+    left = find_leftovers(root)
+    detail = "none"
+    if removed:
+        size = amount(sum(leftover.size_bytes for leftover in removed))
+        detail = f"removed {size}: " + ", ".join(str(leftover.path) for leftover in removed)
+    if not left:
+        return Check(name="leftovers", problem=None, detail=detail)
+    lines = [
+        f"{leftover.path} ({leftover.what}, {amount(leftover.size_bytes)})" for leftover in left
+    ]
+    if any(leftover.is_removable for leftover in left):
+        lines.append(
+            "the next `extractor run` of the same --out adopts its own dumps; "
+            "`extractor doctor --clean` removes all"
+        )
+    return Check(name="leftovers", problem="; ".join(lines))

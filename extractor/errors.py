@@ -9,8 +9,9 @@ ExtractorError
 ├── ServerError         exit 3   the server or its plugin; rows stay resumable
 │   ├── ServerUnreachable
 │   ├── PluginError              absent, failed, or captures something else
-│   └── ServerLost               gone in mid-run
-├── SpaceError          exit 4   a disk or /dev/shm is full; nothing is lost
+│   └── ServerLost               serves nothing any more, in mid-run
+│       └── ServerGone           its process died, or nothing answers: it may come back
+├── SpaceError          exit 4   a disk or /dev/shm is full or failing; nothing is lost
 ├── CorruptData         exit 1   bytes on disk are not what the manifest says
 ├── RowRefused          exit 1   a row of the input for which the user asked the run to stop
 └── Interrupted         exit 130 a signal; rows stay resumable
@@ -22,6 +23,7 @@ The leaf packages keep a class of their own each (`LEAF_ERRORS`), mapped to exit
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 from typing import Final
 
 from manifest.errors import ManifestError, ManifestSpaceError
@@ -80,6 +82,10 @@ class ServerLost(ServerError):
     """The server stopped answering in mid-run."""
 
 
+class ServerGone(ServerLost):
+    """The server died or does not answer; another may take its place."""
+
+
 class SpaceError(ExtractorError):
     """No space is left where it is needed; nothing is lost."""
 
@@ -110,10 +116,29 @@ LEAF_ERRORS: Final[tuple[tuple[type[Exception], int], ...]] = (
 )
 
 _SPACE_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN_ERRNOS: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+_GO_ON: Final = "Nothing that is stored is lost"
 
 
 def is_out_of_space(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in _SPACE_ERRNOS
+
+
+def storage_error(error: OSError, *, where: Path) -> ExtractorError:
+    """What a failed operation on the files of a data set means to its owner."""
+    if is_out_of_space(error):
+        return SpaceError(
+            f"{where}: no space left. {_GO_ON}: free space and run the same command again."
+        )
+    if error.errno in _FORBIDDEN_ERRNOS:
+        return UsageError(
+            f"{where}: cannot be written ({error.strerror}). {_GO_ON}: make it writable and run "
+            "the same command again, or name another --out."
+        )
+    return SpaceError(
+        f"{where}: the disk fails ({error}). {_GO_ON}: see to the disk and run the same command "
+        "again."
+    )
 
 
 def exit_code(error: BaseException) -> int | None:

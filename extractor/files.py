@@ -47,8 +47,11 @@ def sync_directory(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` by `data`: there is the old content or the new, never a part of it."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    """Replace `path` by `data`: there is the old content or the new, never a part of it.
+
+    One writer at a time: a temporary file that a killed one left is taken over by the next.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         write_at(descriptor, data, 0)
@@ -72,3 +75,22 @@ def free_bytes(path: Path) -> int:
     """Bytes an unprivileged writer can still write on the file system that holds `path`."""
     facts = os.statvfs(path)
     return facts.f_bavail * facts.f_frsize
+
+
+def file_system_type(path: Path) -> str:
+    """The kernel's name of the file system that holds `path`, such as ext4, tmpfs or nfs4.
+
+    Empty where the kernel does not tell.
+    """
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for mount in mounts:
+        # Fields: id, parent, major:minor, root, mount point, options, tags, "-", type, source ...
+        before, _, behind = mount.partition(" - ")
+        if before.split()[2] == wanted:
+            return behind.split()[0]
+    return ""

@@ -7,6 +7,8 @@ way forms the next group, so the group size adapts to what the disk costs.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,8 +16,9 @@ from typing import TypeVar
 
 from extractor.collect import DumpPiece
 from extractor.copying import SampleFault
-from extractor.errors import SpaceError, is_out_of_space
+from extractor.errors import storage_error
 from extractor.files import unlink_all
+from extractor.reconcile import OpenShard
 from extractor.retry import Failure
 from extractor.shard_format import sample_bytes, samples_expected
 from extractor.shards import ShardSettings, ShardWriter
@@ -39,6 +42,30 @@ class _Job:
     done: asyncio.Future[Failure | None]
 
 
+@dataclass(kw_only=True)
+class Syncs:
+    """What making groups of samples durable took, measured."""
+
+    count: int = 0
+    samples: int = 0
+    seconds: float = 0.0  # within fdatasync
+    slowest_s: float = 0.0
+
+    def add(self, samples: int, seconds: float) -> None:
+        self.count += 1
+        self.samples += samples
+        self.seconds += seconds
+        self.slowest_s = max(self.slowest_s, seconds)
+
+    def to_document(self) -> dict[str, float]:
+        return {
+            "count": self.count,
+            "samples": self.samples,
+            "mean_ms": 1e3 * self.seconds / max(1, self.count),
+            "slowest_ms": 1e3 * self.slowest_s,
+        }
+
+
 class Mover:
     """One thread and the open shard that it fills."""
 
@@ -58,6 +85,7 @@ class Mover:
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mover")
         self._writer: ShardWriter | None = None
+        self.syncs = Syncs()
 
     @property
     def backlog(self) -> int:
@@ -79,7 +107,7 @@ class Mover:
         return await done
 
     async def run(self) -> None:
-        """Move samples until cancelled. Raises SpaceError, OSError, ManifestError."""
+        """Move samples until cancelled. Raises SpaceError, UsageError, ManifestError."""
         while True:
             group = [await self._jobs.get()]
             size = 0
@@ -129,8 +157,7 @@ class Mover:
                 job.done.set_result(None if isinstance(outcome, Stored) else outcome)
         return len(done)
 
-    @staticmethod
-    def _append(writer: ShardWriter, group: Sequence[_Job]) -> list[Stored | Failure]:
+    def _append(self, writer: ShardWriter, group: Sequence[_Job]) -> list[Stored | Failure]:
         outcomes: list[Stored | Failure] = []
         for job in group:
             if not writer.has_room(job.prompt.num_tokens):
@@ -139,7 +166,9 @@ class Mover:
                 outcomes.append(writer.append(job.prompt, job.pieces))
             except SampleFault as fault:
                 outcomes.append(fault.failure)
+        began = time.monotonic()
         writer.sync()
+        self.syncs.add(len(outcomes), time.monotonic() - began)
         return outcomes
 
     async def _writer_for(self, group: Sequence[_Job]) -> ShardWriter:
@@ -168,8 +197,8 @@ class Mover:
         number = writer.shard.number
         try:
             if writer.num_samples:
-                await self._in_thread(writer.seal)
-                await self._owner.call(lambda store: store.seal_shard(number))
+                digest = await self._in_thread(writer.seal)
+                await self._owner.call(lambda store: store.seal_shard(number, digest))
             else:
                 await self._owner.call(lambda store: store.drop_shard(number))
                 await self._in_thread(writer.discard)
@@ -180,12 +209,58 @@ class Mover:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
         except OSError as error:
-            if is_out_of_space(error):
-                raise SpaceError(
-                    f"{self._settings.directory}: no space left. Nothing is lost: free space "
-                    "and run the same command again."
-                ) from error
-            raise
+            raise storage_error(error, where=self._settings.directory) from error
+
+
+class Movers:
+    """Several movers, each with a shard of its own."""
+
+    def __init__(
+        self,
+        settings: ShardSettings,
+        owner: StoreOwner,
+        *,
+        count: int,
+        next_number: int,
+        rows_left: Callable[[], int],
+    ) -> None:
+        self._settings = settings
+        self._owner = owner
+        numbers = itertools.count(next_number)
+        self.all = tuple(
+            Mover(settings, owner, next_number=lambda: next(numbers), rows_left=rows_left)
+            for _ in range(count)
+        )
+
+    async def open(self, left: Sequence[OpenShard]) -> None:
+        """Go on with the shards that earlier sessions left open."""
+        for mover, found in zip(self.all, left, strict=False):
+            await mover.resume(found.shard, found.rows)
+        for found in left[len(self.all) :]:  # this session has fewer movers
+            await seal_left_open(self._settings, self._owner, found.shard, found.rows)
+
+    async def store(
+        self, prompt: Prompt, pieces: Sequence[DumpPiece], *, attempts: int
+    ) -> Failure | None:
+        """`Mover.store` of the one that has least to do."""
+        mover = min(self.all, key=lambda mover: mover.backlog)
+        return await mover.store(prompt, pieces, attempts=attempts)
+
+    @property
+    def syncs(self) -> Syncs:
+        """Of all movers together."""
+        total = Syncs()
+        for mover in self.all:
+            total.count += mover.syncs.count
+            total.samples += mover.syncs.samples
+            total.seconds += mover.syncs.seconds
+            total.slowest_s = max(total.slowest_s, mover.syncs.slowest_s)
+        return total
+
+    async def close(self, *, seal: bool) -> None:
+        """`Mover.close` of each."""
+        for mover in self.all:
+            await mover.close(seal=seal)
 
 
 async def seal_left_open(

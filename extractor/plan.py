@@ -9,6 +9,8 @@ from manifest.states import Reason
 from prompts.types import Prompt
 
 RID_PREFIX = "xtr-"
+#: How the session of a probe's rid begins.
+PROBE_SESSION = "probe"
 #: A piece's file beyond its rows: the header, and the last tmpfs page it begins.
 PIECE_OVERHEAD_BYTES = 8192
 
@@ -60,6 +62,21 @@ def rid_prefix(run_id: str) -> str:
 def make_rid(*, run_id: str, session_id: str, ordinal: int, attempt: int) -> str:
     """A rid that was never used before: run, session (one process), prompt, attempt."""
     return f"{rid_prefix(run_id)}{session_id}-{ordinal}-{attempt}"
+
+
+def ordinal_of(rid: str, *, run_id: str) -> int | None:
+    """The row that a request of this run was about; None for a probe or another run's request.
+
+    >>> rid = make_rid(run_id="ab12", session_id="c0ffee", ordinal=42, attempt=3)
+    >>> ordinal_of(rid, run_id="ab12"), ordinal_of(rid, run_id="ab13")
+    (42, None)
+    """
+    if not rid.startswith(rid_prefix(run_id)):
+        return None
+    parts = rid.removeprefix(rid_prefix(run_id)).split("-")
+    if len(parts) != 3 or not parts[1].isdecimal() or parts[0].startswith(PROBE_SESSION):
+        return None
+    return int(parts[1])
 
 
 def refusal(prompt: Prompt, limits: Limits) -> Refusal | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from extractor.client import Client, ServerFacts, wait_until_answering
 from extractor.collect import Rank
 from extractor.collector import Collector
 from extractor.config import Layout, RunOptions
+from extractor.copying import SampleFault, check_tokens
 from extractor.engine import as_options
 from extractor.errors import (
     ConfigMismatch,
@@ -25,13 +25,13 @@ from extractor.errors import (
     ServerUnreachable,
     SpaceError,
     UsageError,
-    is_out_of_space,
+    storage_error,
 )
-from extractor.files import free_bytes
-from extractor.plan import RID_PREFIX, Limits, Request, dump_bytes, make_rid, rid_prefix
+from extractor.files import file_system_type, free_bytes
+from extractor.plan import PROBE_SESSION, RID_PREFIX, Limits, Request, dump_bytes, make_rid
 from extractor.retry import Failure
 from extractor.tables import amount
-from extractor.verify import check_ids, check_reply
+from extractor.verify import check_reply
 from extractor.writers import ranks_of, scan_writers
 from prompts.types import Prompt
 from server_patch import settings
@@ -39,6 +39,11 @@ from server_patch.dump_format import READY_NAME, Ready
 
 PROBE_TIMEOUT_S = 60.0
 PROBE_TOKENS = 5
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+NETWORK_FILE_SYSTEMS = (
+    "nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "glusterfs",
+    "virtiofs",
+)  # fmt: skip
 #: Free space below which a run is not begun.
 LEAST_FREE_BYTES = 64 << 20
 
@@ -148,28 +153,32 @@ async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
     Raises PluginError: the one proof that the plugin is really at work in the server that we
     talk to.
     """
-    ids = np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % target.limits.vocab_size
-    mask = np.zeros(PROBE_TOKENS, dtype=np.uint8)
+    request = probe_request(run_id, vocab_size=target.limits.vocab_size)
+    # Of the probe alone: what earlier sessions left is not the probe's to remove.
+    collector = Collector(target.ranks, rid_prefix=request.rid)
+    try:
+        await _probe(client, target, collector, request)
+    finally:
+        with suppress(ServerError):
+            collector.sweep()
+
+
+def probe_request(run_id: str, *, vocab_size: int) -> Request:
+    """A few tokens that every model takes; of no row, so that its dump is nobody's sample."""
     prompt = Prompt(
         ordinal=0,
         source="probe",
         line=0,
         label=None,
-        input_ids=ids,
-        loss_mask=mask,
+        input_ids=np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size,
+        loss_mask=np.zeros(PROBE_TOKENS, dtype=np.uint8),
     )
-    rid = make_rid(run_id=run_id, session_id=f"probe{secrets.token_hex(4)}", ordinal=0, attempt=1)
-    collector = Collector(target.ranks, rid_prefix=rid_prefix(run_id))
-    try:
-        await _probe(client, target, collector, Request(rid=rid, prompt=prompt))
-    finally:
-        # Nothing of a run whose probe failed stays behind, nor of its earlier sessions.
-        with suppress(ServerError):
-            collector.sweep()
+    session_id = PROBE_SESSION + secrets.token_hex(4)
+    rid = make_rid(run_id=run_id, session_id=session_id, ordinal=0, attempt=1)
+    return Request(rid=rid, prompt=prompt)
 
 
 async def _probe(client: Client, target: Target, collector: Collector, request: Request) -> None:
-    ids = request.prompt.input_ids
     collected = collector.expect(request.rid, num_tokens=PROBE_TOKENS)
     watching = asyncio.create_task(collector.run(), name="probe-collector")
     try:
@@ -195,12 +204,11 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
         watching.cancel()
     if isinstance(outcome, Failure):
         raise PluginError(f"the probe prompt's dump is no good: {outcome.detail}")
-    for piece in outcome:
-        span = piece.handle.dump.tensors["input_ids"]
-        data = piece.handle.path.read_bytes()[span.begin : span.end]
-        wrong = check_ids(ids, np.frombuffer(data, dtype="<i4"), start=piece.start)
-        if wrong is not None:
-            raise PluginError(f"the probe prompt's dump is no good: {wrong.detail}")
+    try:
+        for piece in outcome:
+            check_tokens(request.prompt, piece)
+    except SampleFault as fault:
+        raise PluginError(f"the probe prompt's dump is no good: {fault}") from fault
 
 
 def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:
@@ -245,10 +253,11 @@ def layout_of(ready: Ready) -> Layout:
 def require_dump_directory(ranks: Sequence[Rank]) -> None:
     """See that we may read, create and remove files beside the dumps. Raises UsageError."""
     for rank in ranks:
-        trial = rank.directory / f".tmp-client-{os.getpid()}"
+        # One name for all clients: what a killed one leaves is removed by the next.
+        trial = rank.directory / ".tmp-client"
         try:
             trial.write_bytes(b"")
-            trial.unlink()
+            trial.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(
                 f"{rank.directory}: this user cannot create and remove files there ({error}). "
@@ -257,20 +266,33 @@ def require_dump_directory(ranks: Sequence[Rank]) -> None:
             ) from error
 
 
+def manifest_warning(out: Path) -> str | None:
+    """What is wrong with keeping a manifest on the file system of `out`; None when nothing is."""
+    kind = file_system_type(out)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return (
+            f"warning: {out} is on {kind}: data set and manifest are lost with this machine's "
+            "next start. Name an --out on a disk."
+        )
+    if kind.startswith(NETWORK_FILE_SYSTEMS):
+        return (
+            f"warning: {out} is on {kind}: SQLite's locks and its write-ahead log are not reliable "
+            "on a network file system. Let no other host open the manifest while this run goes on, "
+            "or name an --out on a local disk and copy it."
+        )
+    return None
+
+
 def prepare_out(out: Path) -> None:
     """Make the output directory and see that it can be written. Raises UsageError, SpaceError."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file; name a directory with --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        trial = out / f".writable-{os.getpid()}"
+        trial = out / ".writable"  # one name: what a killed run leaves is removed by the next
         trial.write_bytes(b"x")
-        trial.unlink()
+        trial.unlink(missing_ok=True)
     except OSError as error:
-        if is_out_of_space(error):
-            raise SpaceError(
-                f"{out}: the disk is full. Free space or name another --out."
-            ) from error
-        raise UsageError(f"{out}: cannot write there ({error}). Name another --out.") from error
+        raise storage_error(error, where=out) from error
     if (free := free_bytes(out)) < LEAST_FREE_BYTES:
         raise SpaceError(f"{out}: only {free >> 20} MiB free. Free space or name another --out.")

@@ -50,10 +50,12 @@ class ServerProcess:
         lines = self.log_text(tail_bytes=4096).strip().splitlines()
         return lines[-1].strip() if lines else "(empty)"
 
-    def note_shared_memory(self) -> None:
-        """Remember what the tree has in /dev/shm now: once it is dead, nothing tells."""
+    def note_shared_memory(self) -> set[int]:
+        """Remember what the tree has in /dev/shm now: once it is dead, nothing tells. All inodes
+        so far."""
         pids = [self.pid, *(child.pid for child in descendants(self.pid))]
         self._inodes |= shared_memory_inodes(pids)
+        return self._inodes
 
     def kill(self) -> None:
         """End the whole tree by force, at once."""
@@ -73,7 +75,8 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             self._process.terminate()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), STOP_PATIENCE_S)
+            async with asyncio.timeout(STOP_PATIENCE_S):
+                await self._process.wait()
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, STOP_PATIENCE_S)
         for child in alive:
             with suppress(psutil.NoSuchProcess):
@@ -147,14 +150,23 @@ def shared_memory_inodes(pids: Iterable[int]) -> set[int]:
     return inodes
 
 
-def remove_shared_memory(inodes: Collection[int]) -> None:
-    """Remove what a stopped server leaves in /dev/shm: files of these inodes and SGLang's names.
+def left_in_shared_memory(inodes: Collection[int]) -> list[Path]:
+    """Files in /dev/shm of these inodes and SGLang's names: what a stopped server leaves there.
 
     SGLang never removes its load snapshot, and Python's semaphores stay when the helper process
     that would remove them is killed with the rest.
     """
+    found = []
     for pattern in LEFT_IN_SHARED_MEMORY:
         for path in Path("/dev/shm").glob(pattern):
             with suppress(OSError):
                 if path.stat().st_ino in inodes:
-                    path.unlink()
+                    found.append(path)
+    return found
+
+
+def remove_shared_memory(inodes: Collection[int]) -> None:
+    """Remove what a server that has stopped left in /dev/shm."""
+    for path in left_in_shared_memory(inodes):
+        with suppress(OSError):
+            path.unlink()

@@ -83,6 +83,7 @@ class BarReporter:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
 
 
 class LineReporter:

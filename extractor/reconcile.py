@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from extractor.shards import (
-    is_sealed_on_disk,
     is_whole_on_disk,
     lost_rows,
+    remove_emptied,
     remove_unknown,
     reopen_on_disk,
+    sealed_on_disk,
 )
 from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
@@ -45,6 +46,11 @@ async def reconcile(
     open_shards: list[OpenShard] = []
     lost_ordinals: list[int] = []
     for shard in shards:
+        if shard.is_sealed and not shard.num_samples:
+            # A repair moved all of them and was cut off before it came to this.
+            remove_emptied(directory, shard)
+            await owner.call(partial(Store.drop_shard, number=shard.number))
+            continue
         if shard.is_sealed and is_whole_on_disk(directory, shard):
             continue  # without asking for its rows, of which a large data set has millions
         rows = await owner.call(partial(Store.shard_rows, number=shard.number))
@@ -60,8 +66,8 @@ async def reconcile(
             await owner.call(partial(Store.forget_stored, ordinals=ordinals))
             lost_ordinals += ordinals
             rows = rows[: len(rows) - len(lost)]
-        elif is_sealed_on_disk(directory, shard):
-            await owner.call(partial(Store.seal_shard, number=shard.number))
+        elif (digest := sealed_on_disk(directory, shard, rows)) is not None:
+            await owner.call(partial(Store.seal_shard, number=shard.number, digest=digest))
             continue
         open_shards.append(OpenShard(shard=replace(shard, is_sealed=False), rows=tuple(rows)))
     return Reconciled(

@@ -15,7 +15,6 @@ def totals_document(totals: Totals) -> dict[str, Any]:
         "rows": {state.value: totals.by_state.get(state, 0) for state in State},
         "failed": {reason.value: count for reason, count in sorted(totals.by_reason.items())},
         "untrained": totals.untrained,
-        "duplicates": totals.duplicates,
         "altered": dict(sorted(totals.by_alteration.items())),
         "tokens": totals.stored_tokens,
         "bytes": totals.stored_bytes,
@@ -35,8 +34,6 @@ def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
     rows.append(("bytes stored", amount(totals.stored_bytes)))
     if totals.untrained:
         rows.append(("of these, without a trained token", f"{totals.untrained:,}"))
-    if totals.duplicates:
-        rows.append(("of these, duplicates", f"{totals.duplicates:,}"))
     for name, count in sorted(totals.by_alteration.items()):
         rows.append((f"of these, {name}", f"{count:,}"))
     return table(rows)

@@ -13,15 +13,16 @@ from extractor.client import Client
 from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.config import DATASET_NAME, NO_TOKENIZER, Identity, RunOptions
 from extractor.dataset import dataset_document
-from extractor.errors import ServerError
+from extractor.errors import ServerError, ServerGone, first_known, storage_error
 from extractor.files import write_whole
 from extractor.inputs import reads_stdin, scan_prompts
 from extractor.lock import exclusive
-from extractor.mover import seal_left_open
+from extractor.mover import Syncs, seal_left_open
 from extractor.plan import rid_prefix
 from extractor.preflight import (
     Target,
     limits_of,
+    manifest_warning,
     prepare_out,
     require_dump_directory,
     require_plugin,
@@ -40,7 +41,7 @@ from extractor.runstate import (
 )
 from extractor.session import Session, shard_settings
 from extractor.tables import amount, table
-from manifest.owner import StoreOwner
+from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State
 from manifest.store import Store
@@ -54,7 +55,10 @@ class RunSummary:
 
     totals: Totals
     counters: Counters
+    duplicates: int | None  # among stored samples; None where nothing was stored, so not counted
     peak_shm_bytes: int
+    commits: Commits  # of the manifest, this session
+    syncs: Syncs  # of shards, this session
     run_id: str
 
     @property
@@ -69,6 +73,7 @@ class RunSummary:
         return {
             "out": str(out),
             **totals_document(self.totals),
+            "duplicates": self.duplicates,
             "session": {
                 "stored": counters.stored,
                 "failed": counters.failed,
@@ -78,6 +83,8 @@ class RunSummary:
                 "seconds": counters.seconds,
                 "tokens_per_s": counters.tokens_per_s,
                 "peak_shm_bytes": self.peak_shm_bytes,
+                "commits": self.commits.to_document(),
+                "syncs": self.syncs.to_document(),
             },
         }
 
@@ -91,6 +98,7 @@ class RunSummary:
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
                 ("dumps at a time", f"{amount(self.peak_shm_bytes)} at most"),
                 ("sent again", f"{counters.retried:,}"),
+                ("duplicates", f"{self.duplicates or 0:,}"),
             ]
             lines.append(table(session))
         if self.num_failed:
@@ -107,9 +115,28 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     """
     files = await asyncio.to_thread(_scan, options)
     prepare_out(options.out)
-    with exclusive(options.out):
-        async with _open_manifest(options) as owner:
+    if (warning := manifest_warning(options.out)) is not None:
+        reporter.note(warning)
+    try:
+        with exclusive(options.out):
+            async with _open_manifest(options) as owner:
+                return await _run_until_done(options, reporter, files, owner)
+    except OSError as error:
+        where = options.out if error.filename is None else Path(error.filename)
+        raise storage_error(error, where=where) from error
+
+
+async def _run_until_done(
+    options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
+) -> RunSummary:
+    """One session after another, for as long as a server that went comes back in time."""
+    while True:
+        try:
             return await _run(options, reporter, files, owner)
+        except (ServerGone, ExceptionGroup) as error:
+            if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
+                raise
+            reporter.note(f"{gone}\nwaiting up to {options.server_wait_s:.0f} s for it")
 
 
 def _scan(options: RunOptions) -> tuple[InputFile, ...]:
@@ -157,8 +184,8 @@ async def _run(
             reopened = await owner.call(Store.reopen_failed)
             reporter.note(f"{reopened} failed rows are tried again")
             state = await RunState.load(owner, files)
-        remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
         if state.is_finished:
+            remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
             Collector(target.ranks, rid_prefix=rid_prefix(state.run_id)).sweep()
             await _seal_all(owner, options, left)
             return await _summary(owner, state, peak_shm_bytes=0)
@@ -180,7 +207,7 @@ async def _run(
             left=left,
         )
         await session.run(files)
-        return await _summary(owner, state, peak_shm_bytes=session.budget.peak_bytes)
+        return await _summary(owner, state, peak_shm_bytes=session.budget.peak, syncs=session.syncs)
 
 
 @asynccontextmanager
@@ -216,11 +243,18 @@ async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) ->
         await seal_left_open(settings, owner, found.shard, found.rows)
 
 
-async def _summary(owner: StoreOwner, state: RunState, *, peak_shm_bytes: int) -> RunSummary:
-    totals = await owner.call(lambda store: store.totals())
+async def _summary(
+    owner: StoreOwner, state: RunState, *, peak_shm_bytes: int, syncs: Syncs | None = None
+) -> RunSummary:
+    duplicates = None
+    if state.counters.stored:
+        duplicates = await owner.call(Store.count_duplicates)
     return RunSummary(
-        totals=totals,
+        totals=await owner.call(Store.totals),
+        duplicates=duplicates,
         counters=state.counters,
         peak_shm_bytes=peak_shm_bytes,
+        commits=owner.commits,
+        syncs=syncs or Syncs(),
         run_id=state.run_id,
     )

@@ -25,6 +25,7 @@ class RunState:
     run_id: str
     settled: bytearray  # 1 for each row that needs no more work, by ordinal
     attempts: dict[int, int]
+    suspects: dict[int, int]  # rows that a dying server had not answered -> how often
     counters: Counters
     is_new: bool
 
@@ -36,14 +37,15 @@ class RunState:
             identity = store.identity()
             settled = bytearray(num_rows)
             count = 0
-            for ordinal in store.settled_ordinals():
-                if ordinal < num_rows:
-                    settled[ordinal] = 1
-                    count += 1
+            for begin, end in store.settled_ranges():
+                span = range(num_rows)[begin:end]
+                settled[span.start : span.stop] = b"\x01" * len(span)
+                count += len(span)
             return cls(
                 run_id=identity.get(RUN_ID) or secrets.token_hex(4),
                 settled=settled,
                 attempts=store.attempts(),
+                suspects=store.suspects(),
                 counters=Counters(num_rows=num_rows, settled_before=count),
                 is_new=not identity,
             )
@@ -55,6 +57,14 @@ class RunState:
         for ordinal in ordinals:
             self.settled[ordinal] = 0
         self.counters.settled_before -= len(ordinals)
+
+    def settle(self, ordinal: int) -> None:
+        """This row needs no more work."""
+        self.settled[ordinal] = 1
+
+    def is_settled(self, ordinal: int) -> bool:
+        """Whether the row needs no more work; so does none that the input does not have."""
+        return ordinal >= len(self.settled) or bool(self.settled[ordinal])
 
     @property
     def is_finished(self) -> bool:

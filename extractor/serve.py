@@ -27,9 +27,10 @@ from urllib.parse import urlsplit
 from extractor.client import Client
 from extractor.engine import ServeOptions
 from extractor.errors import MissingExtra, PluginError, ServerError, UsageError
+from extractor.leftovers import Journal, remove_useless
 from extractor.preflight import Target, limits_of, require_plugin, require_probe
 from extractor.process import ServerProcess, started
-from extractor.writers import remove_dead, scan_writers
+from extractor.writers import scan_writers
 
 POLL_S = 0.25
 PROBE_REQUEST_TIMEOUT_S = 300.0
@@ -87,7 +88,7 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
     """
     engine_version = _engine_version()
     await _require_free_port(options)
-    remove_dead(options.dump_root)
+    remove_useless(options.dump_root)
     boot_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     log_path = options.log_path or _new_log_path()
     try:
@@ -104,6 +105,8 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
             log_path.unlink()  # kept when something went wrong
     finally:
         _remove_dumps(options.dump_root, boot_id)
+        # Behind the server: until it is stopped, `extractor doctor` may need to know of it.
+        Journal.path(options.dump_root, boot_id).unlink(missing_ok=True)
 
 
 class _Watch:
@@ -158,7 +161,9 @@ class _Watch:
     def _reach(self, stage: Stage) -> None:
         now = time.monotonic()
         self._note(f"{now - self._began_s:7.1f} s  {stage.title}")
-        self._process.note_shared_memory()
+        journal = Journal.of(self._process.pid, self._process.note_shared_memory())
+        if journal is not None and self._options.dump_root.exists():  # the plugin makes it
+            journal.write(self._options.dump_root, self._boot_id)
         self._stage = stage
         self._reached_s = self._sign_s = self._told_s = now
 

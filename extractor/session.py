@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from extractor.admission import Admission, Room
-from extractor.budget import ByteBudget
+from extractor.adoption import Leftovers, find_leftovers, whole
+from extractor.budget import Budget
 from extractor.client import Client
+from extractor.collect import DumpPiece
+from extractor.collector import remove_dumps_of_the_dead
 from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
 from extractor.exchange import Exchange
-from extractor.mover import Mover, seal_left_open
-from extractor.plan import Refusal, dump_bytes
+from extractor.mover import Movers, Syncs
+from extractor.plan import Refusal, dump_bytes, rid_prefix
 from extractor.policy import OnDuplicate
 from extractor.preflight import Target, shm_budget
 from extractor.progress import Reporter
@@ -31,12 +34,14 @@ from extractor.runstate import RunState
 from extractor.shard_format import sample_bytes
 from extractor.shards import ShardSettings
 from extractor.signals import stop_on_signals
+from extractor.writers import scan_writers
 from manifest.owner import StoreOwner
 from manifest.records import Failed, Moved, Planned, Rejected
 from manifest.states import ASKED_FOR, Event, Reason
 from manifest.store import Store
 from prompts.inputs import InputFile
 from prompts.render import Renderer
+from prompts.stream import read_prompts
 from prompts.types import BadRow, Prompt
 
 REPORT_INTERVAL_S = 0.5
@@ -65,6 +70,7 @@ class Session:
     ) -> None:
         self._options = options
         self._target = target
+        self._identity = identity
         self._layout = identity.layout
         self._renderer = renderer
         self._owner = owner
@@ -79,22 +85,35 @@ class Session:
             owner=owner,
             counters=state.counters,
             run_id=state.run_id,
+            layout=identity.layout,
+            suspects=state.suspects,
         )
         self._settings = shard_settings(options, identity)
         self._left = left
-        self._next_shard = left.next_number
-        self._movers: list[Mover] = []
-        self.budget = ByteBudget(
+        self._movers = Movers(
+            self._settings,
+            owner,
+            count=options.num_movers,
+            next_number=left.next_number,
+            rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
+        )
+        self.budget = Budget(
             shm_budget(target.ranks, options.shm_budget_bytes, limits=target.limits)
         )
         # A prompt's task outlives its request by the copy to the shard; twice as many tasks as
         # requests keep the server busy meanwhile.
         self._tasks = asyncio.Semaphore(2 * options.concurrency)
+        self._running: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
+
+    @property
+    def syncs(self) -> Syncs:
+        """What making samples durable took."""
+        return self._movers.syncs
 
     async def run(self, files: Sequence[InputFile]) -> None:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""
-        await self._open_shards()
+        await self._movers.open(self._left.open_shards)
         self._counters.started = time.monotonic()  # the speed is that of the work, not of its start
         with stop_on_signals(self._stop):
             await self._run_until_settled(files)
@@ -114,46 +133,110 @@ class Session:
                 raise  # somebody else's cancellation
             raise Interrupted("stopped at once; what was in flight is sent again") from None
         finally:
-            await self._exchange.close()
-            for mover in self._movers:
-                await mover.close(seal=is_complete)
+            for ordinal in await self._exchange.close():
+                self._counters.failed += 1
+                self._reporter.note(
+                    f"row {ordinal} is set aside ({Reason.KILLS_SERVER}): the server died twice "
+                    "with it"
+                )
+            await self._movers.close(seal=is_complete)
             self._reporter.update(self._counters)
             self._reporter.close()
 
     async def _run_tasks(self, files: Sequence[InputFile]) -> None:
         async with asyncio.TaskGroup() as helpers:
             background = [
-                helpers.create_task(self._exchange.collector.run(), name="collector"),
                 helpers.create_task(self._report(), name="reporter"),
                 helpers.create_task(self._enforce_drain(), name="drain"),
-                helpers.create_task(self._exchange.watch_server(), name="server-watch"),
+                helpers.create_task(self._exchange.watch.run(), name="server-watch"),
                 *(
                     helpers.create_task(mover.run(), name=f"mover-{number}")
-                    for number, mover in enumerate(self._movers)
+                    for number, mover in enumerate(self._movers.all)
                 ),
             ]
+            admission = await self._admission()
+            await self._adopt(files, admission)
+            # Only now: what nobody waits for, the collector removes.
+            background.append(helpers.create_task(self._exchange.collector.run(), name="collector"))
             async with asyncio.TaskGroup() as work:
-                await self._admit_all(files, work)
+                await self._admit_all(files, admission, work)
             for task in background:
                 task.cancel()
 
+    # --- what earlier sessions left ----------------------------------------------------------
+
+    async def _adopt(self, files: Sequence[InputFile], admission: Admission) -> None:
+        """Store what an earlier session asked for and did not live to store; remove the rest."""
+        root, run_id = self._options.dump_root, self._state.run_id
+        ranks = [*self._target.ranks, *scan_writers(root).dead]
+        leftovers = await asyncio.to_thread(
+            find_leftovers,
+            ranks,
+            run_id=run_id,
+            identity=self._identity,
+            is_wanted=lambda ordinal: not self._state.is_settled(ordinal),
+        )
+        if leftovers:
+            num_before = self._counters.stored
+            await self._adopt_all(files, admission, leftovers)
+            num_adopted = self._counters.stored - num_before
+            self._reporter.note(f"{num_adopted} prompts had their dumps from an earlier session")
+        remove_dumps_of_the_dead(root, rid_prefix=rid_prefix(run_id))
+
+    async def _adopt_all(
+        self, files: Sequence[InputFile], admission: Admission, leftovers: Leftovers
+    ) -> None:
+        rows = read_prompts(files, self._renderer, skip=lambda ordinal: ordinal not in leftovers)
+        sources = {file.path: number for number, file in enumerate(files)}
+        num_left = len(leftovers)
+        async with asyncio.TaskGroup() as work:
+            async for row in in_thread(rows):
+                pieces = None
+                judged = admission.judge(row)
+                if isinstance(judged, Prompt):
+                    pieces = whole(leftovers[row.ordinal], judged.num_tokens)
+                if isinstance(judged, Prompt) and pieces is not None:
+                    await self._tasks.acquire()
+                    self._owner.post(planned_row(judged, row, sources[row.source]))
+                    work.create_task(self._adopt_one(judged, pieces), name=f"adopt-{row.ordinal}")
+                num_left -= 1
+                if not num_left or self._stop.is_set():
+                    return
+
+    async def _adopt_one(self, prompt: Prompt, pieces: Sequence[DumpPiece]) -> None:
+        try:
+            attempts = self._state.attempts.get(prompt.ordinal, 0)
+            self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.ADOPT, attempts=attempts))
+            if await self._movers.store(prompt, pieces, attempts=attempts) is None:
+                self._state.settle(prompt.ordinal)
+                self._count_stored(prompt)
+            else:  # then it is asked for like any other
+                self._owner.post(
+                    Moved(ordinal=prompt.ordinal, event=Event.RETRY, attempts=attempts)
+                )
+        finally:
+            self._tasks.release()
+
     # --- prompts -----------------------------------------------------------------------------
 
-    async def _admit_all(self, files: Sequence[InputFile], work: asyncio.TaskGroup) -> None:
-        settled = self._state.settled
-        sources = {file.path: number for number, file in enumerate(files)}
-        admission = Admission(
+    async def _admission(self) -> Admission:
+        return Admission(
             self._options.policy,
             self._target.limits,
-            Room(layout=self._layout, budget_bytes=self.budget.total_bytes),
+            Room(layout=self._layout, budget_bytes=self.budget.total),
             seen=await self._seen_keys(),
         )
+
+    async def _admit_all(
+        self, files: Sequence[InputFile], admission: Admission, work: asyncio.TaskGroup
+    ) -> None:
+        sources = {file.path: number for number, file in enumerate(files)}
         rows_left = self._counters.num_rows - self._counters.settled_before
         with prompts_of(
             files,
             self._renderer,
             num_workers=num_workers_for(rows_left, self._options.tokenizer_workers),
-            skip=lambda ordinal: bool(settled[ordinal]),
+            skip=self._state.is_settled,
         ) as rows:
             async for row in in_thread(rows):
                 if self._stop.is_set():
@@ -167,7 +250,22 @@ class Session:
                     return
                 size = dump_bytes(judged.num_tokens, self._layout, self._target.limits)
                 self._owner.post(planned_row(judged, row, sources[row.source]))
-                work.create_task(self._process(judged, size), name=f"prompt-{row.ordinal}")
+                if row.ordinal in self._state.suspects:
+                    # The server died with it before: if it dies again, there must be no doubt why.
+                    await self._all_done()
+                    self._start(work, judged, size)
+                    await self._all_done()
+                else:
+                    self._start(work, judged, size)
+
+    def _start(self, work: asyncio.TaskGroup, prompt: Prompt, size_bytes: int) -> None:
+        task = work.create_task(self._process(prompt, size_bytes), name=f"prompt-{prompt.ordinal}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _all_done(self) -> None:
+        while self._running:
+            await asyncio.wait(self._running)
 
     async def _seen_keys(self) -> dict[bytes, int]:
         """The first row that gave each prompt so far; only where duplicates are left out."""
@@ -207,8 +305,10 @@ class Session:
             attempt = self._state.attempts.get(prompt.ordinal, 0)
             setbacks = 0  # of this session
             counted = 0  # setbacks that were this prompt's own
+            telling = 0  # setbacks while others were served, or its own
             while not self._stop.is_set():
                 attempt += 1
+                num_served = self._exchange.watch.num_served
                 async with self.budget.hold(size_bytes):
                     if self._stop.is_set():
                         return
@@ -216,11 +316,12 @@ class Session:
                 if failure is None:
                     self._count_stored(prompt)
                     return
-                if failure.is_transport:
-                    await self._exchange.check_silence(failure)
                 setbacks += 1
                 counted += not failure.is_not_counted
-                remedy = self._policy.remedy(failure, num_counted=counted)
+                # Where nobody was served meanwhile, a refusal tells nothing even of this prompt.
+                if not failure.is_not_counted or self._exchange.watch.num_served > num_served:
+                    telling += 1
+                remedy = self._policy.remedy(failure, num_counted=counted, num_setbacks=telling)
                 if remedy is Remedy.GIVE_UP:
                     self._give_up(prompt, failure, attempt)
                     return
@@ -228,7 +329,8 @@ class Session:
                 self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.RETRY, attempts=attempt))
                 delay_s = self._policy.delay_s(setbacks, chance=random.random())
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._stop.wait(), delay_s)
+                    async with asyncio.timeout(delay_s):
+                        await self._stop.wait()
         finally:
             self._tasks.release()
 
@@ -238,6 +340,7 @@ class Session:
         self._counters.stored_bytes += sample_bytes(prompt.num_tokens, self._layout)
 
     def _give_up(self, prompt: Prompt, failure: Failure, attempt: int) -> None:
+        self._exchange.forget(prompt.ordinal)
         self._owner.post(
             Failed(
                 ordinal=prompt.ordinal,
@@ -263,39 +366,14 @@ class Session:
         if isinstance(outcome, Failure):
             return outcome
         self._owner.post(Moved(ordinal=prompt.ordinal, event=Event.DUMP, attempts=attempt))
-        mover = min(self._movers, key=lambda mover: mover.backlog)
-        return await mover.store(prompt, outcome, attempts=attempt)
-
-    # --- shards ------------------------------------------------------------------------------
-
-    async def _open_shards(self) -> None:
-        """Make the movers; they go on with the shards that earlier sessions left open."""
-        self._movers = [self._new_mover() for _ in range(self._options.num_movers)]
-        movers = list(self._movers)
-        for found in self._left.open_shards:
-            if movers:
-                await movers.pop().resume(found.shard, found.rows)
-            else:  # this session has fewer movers
-                await seal_left_open(self._settings, self._owner, found.shard, found.rows)
-
-    def _new_mover(self) -> Mover:
-        return Mover(
-            self._settings,
-            self._owner,
-            next_number=self._take_shard_number,
-            rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
-        )
-
-    def _take_shard_number(self) -> int:
-        self._next_shard += 1
-        return self._next_shard - 1
+        return await self._movers.store(prompt, outcome, attempts=attempt)
 
     # --- housekeeping ------------------------------------------------------------------------
 
     async def _report(self) -> None:
         while True:
             self._counters.in_flight = len(self._exchange.rids)
-            self._counters.shm_bytes = self.budget.used_bytes
+            self._counters.shm_bytes = self.budget.used
             self._reporter.update(self._counters)
             await asyncio.sleep(REPORT_INTERVAL_S)
 

@@ -29,6 +29,8 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import xxhash
+
 from extractor.config import Identity, Layout
 from extractor.errors import CorruptData, UsageError
 from server_patch.dump_format import ITEM_BYTES
@@ -162,6 +164,18 @@ def encode_shard_header(
     if 8 + len(text) > room_bytes:
         raise CorruptData(f"a shard header of {len(text)} bytes does not fit {room_bytes} bytes")
     return struct.pack("<Q", room_bytes - 8) + text.ljust(room_bytes - 8)
+
+
+def shard_digest(header: bytes, sample_digests: Iterable[str]) -> str:
+    """The digest of a sealed shard: xxh3-128 of its header's bytes and its samples' digests.
+
+    `sample_digests`: xxh3-128 in hex, in file order. Every byte of the file is in one of them, and
+    none is read again for it.
+    """
+    digest = xxhash.xxh3_128(header)
+    for sample in sample_digests:
+        digest.update(bytes.fromhex(sample))
+    return str(digest.hexdigest())
 
 
 def decode_shard_header(data: bytes) -> dict[str, dict[str, object]]:

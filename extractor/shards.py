@@ -13,15 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import xxhash
+
 from extractor.collect import DumpPiece
 from extractor.config import Identity
-from extractor.copying import SampleCopier
-from extractor.files import sync_directory, write_at
+from extractor.copying import BLOCK_BYTES, SampleCopier
+from extractor.files import blocks, sync_directory, write_at
 from extractor.shard_format import (
     encode_shard_header,
     header_room,
     sample_bytes,
     samples_that_fit,
+    shard_digest,
     shard_metadata,
     shard_name,
 )
@@ -55,12 +58,17 @@ class ShardWriter:
     """
 
     def __init__(
-        self, settings: ShardSettings, shard: Shard, samples: Sequence[tuple[int, int]]
+        self,
+        settings: ShardSettings,
+        shard: Shard,
+        samples: Sequence[tuple[int, int]],
+        digests: Sequence[str],
     ) -> None:
         self.shard = shard
         self._settings = settings
         self._layout = settings.identity.layout
         self._samples = list(samples)  # (ordinal, num_tokens), in file order
+        self._digests = list(digests)  # of each
         self._path = open_shard_path(settings.directory, shard)
         self._copier = SampleCopier(self._layout)
         self.position = shard.size_bytes
@@ -80,7 +88,7 @@ class ShardWriter:
         )
         # A leftover of this name is from a crash before the manifest learnt of it.
         open_shard_path(settings.directory, shard).unlink(missing_ok=True)
-        writer = cls(settings, shard, [])
+        writer = cls(settings, shard, [], [])
         sync_directory(settings.directory)
         return writer
 
@@ -93,6 +101,7 @@ class ShardWriter:
             settings,
             replace(shard, size_bytes=position, num_samples=len(rows)),
             [(row.ordinal, row.num_tokens or 0) for row in rows],
+            [row.digest or "" for row in rows],
         )
 
     def has_room(self, num_tokens: int) -> bool:
@@ -122,18 +131,39 @@ class ShardWriter:
             num_pieces=len(pieces),
         )
         self._samples.append((prompt.ordinal, prompt.num_tokens))
+        self._digests.append(digest)
         self.position += size
         return stored
+
+    def append_stored(self, row: Row, source: int) -> int | None:
+        """Copy a sample of another shard behind the last; its offset here. Not durable before
+        `sync`. None, and nothing kept, when its bytes are not those that were stored."""
+        begin, size = row.offset or 0, row.size_bytes or 0
+        digest = xxhash.xxh3_128()
+        memory = memoryview(bytearray(BLOCK_BYTES))
+        try:
+            for block, at in blocks(source, begin, begin + size, memory):
+                digest.update(block)
+                write_at(self._descriptor, block, self.position + at)
+        except EOFError:
+            return None
+        if digest.hexdigest() != row.digest:
+            return None
+        offset = self.position
+        self._samples.append((row.ordinal, row.num_tokens or 0))
+        self._digests.append(digest.hexdigest())
+        self.position += size
+        return offset
 
     def sync(self) -> None:
         """Make every appended sample durable."""
         os.fdatasync(self._descriptor)
 
-    def seal(self) -> None:
-        """Write the header, make the whole file durable and give it its final name.
+    def seal(self) -> str:
+        """Write the header, make the whole file durable and give it its final name; its digest.
 
         Call after the manifest knows every sample. A crash at any point leaves the open file or
-        the sealed one, and `is_sealed_on_disk` tells which.
+        the sealed one, and `sealed_on_disk` tells which.
         """
         os.ftruncate(self._descriptor, self.position)
         header = encode_shard_header(
@@ -146,6 +176,7 @@ class ShardWriter:
         os.fsync(self._descriptor)
         os.rename(self._path, sealed_shard_path(self._settings.directory, self.shard))
         sync_directory(self._settings.directory)
+        return shard_digest(header, self._digests)
 
     @property
     def num_samples(self) -> int:
@@ -160,9 +191,13 @@ class ShardWriter:
         os.close(self._descriptor)
 
 
-def is_sealed_on_disk(directory: Path, shard: Shard) -> bool:
-    """Whether sealing got as far as the rename, whatever the manifest says."""
-    return sealed_shard_path(directory, shard).exists()
+def sealed_on_disk(directory: Path, shard: Shard, rows: Sequence[Row]) -> str | None:
+    """The digest of a shard whose sealing got as far as the rename, whatever the manifest says."""
+    try:
+        with open(sealed_shard_path(directory, shard), "rb") as file:
+            return shard_digest(file.read(shard.data_start), (row.digest or "" for row in rows))
+    except FileNotFoundError:
+        return None
 
 
 def is_whole_on_disk(directory: Path, shard: Shard) -> bool:
@@ -179,6 +214,12 @@ def reopen_on_disk(directory: Path, shard: Shard) -> None:
     if sealed.exists():
         os.rename(sealed, open_shard_path(directory, shard))
         sync_directory(directory)
+
+
+def remove_emptied(directory: Path, shard: Shard) -> None:
+    """Remove a sealed shard whose samples were all moved elsewhere."""
+    sealed_shard_path(directory, shard).unlink(missing_ok=True)
+    sync_directory(directory)
 
 
 def remove_unknown(directory: Path, shards: Sequence[Shard]) -> None:

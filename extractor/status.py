@@ -65,7 +65,7 @@ def read_status(out: Path, *, all_failures: bool = False) -> Status:
     store = Store.open_read_only(out / MANIFEST_NAME)
     try:
         failed: list[Row] = []
-        for row in store.rows(state=State.FAILED):
+        for row in store.failed_rows():
             if not all_failures and len(failed) == SHOWN_FAILURES:
                 break
             failed.append(row)

@@ -15,7 +15,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
@@ -47,15 +47,23 @@ from server_patch.settings import BOOT_ID
 
 _HASH_STEP = 0x9E3779B1  # 2**32 divided by the golden ratio: spreads neighbours far apart
 
+#: How long a late answer takes; a test's time-out is shorter.
+LATE_S = 1.0
+
 
 class Fault(StrEnum):
     """What may go wrong with one request."""
 
     BUSY = "busy"  # answers 503
+    TOO_MANY = "too_many"  # answers 429
     ERROR = "error"  # answers 500
     REJECT = "reject"  # answers 400
     RESET = "reset"  # closes the connection without an answer
     SILENT = "silent"  # dumps, but never answers
+    LATE = "late"  # dumps and answers so late that the client has tried again
+    CLOSE = "close"  # answers, then closes the connection that the next request was to use
+    OTHER_RID = "other_rid"  # answers as if to another request
+    DIE = "die"  # the server process ends, as after a device assert
     NO_DUMP = "no_dump"  # answers, but dumps nothing
     SHORT_DUMP = "short_dump"  # the last row is missing
     DOUBLE_DUMP = "double_dump"  # every piece comes twice
@@ -267,6 +275,12 @@ class FakeServer:
         match fault:
             case Fault.BUSY:
                 return web.json_response({"error": {"message": "queue is full"}}, status=503)
+            case Fault.TOO_MANY:
+                return web.json_response({"error": {"message": "too many"}}, status=429)
+            case Fault.DIE:
+                os._exit(1)
+            case Fault.LATE:
+                await asyncio.sleep(LATE_S)
             case Fault.ERROR:
                 return web.json_response({"error": {"message": "boom"}}, status=500)
             case Fault.REJECT:
@@ -279,12 +293,12 @@ class FakeServer:
             self.dump(rid, np.array(ids, dtype=np.int32), fault)
         if fault is Fault.SILENT:
             await asyncio.sleep(3600)
-        return web.json_response(
+        response = web.json_response(
             {
                 "text": "",
                 "output_ids": [0],
                 "meta_info": {
-                    "id": rid,
+                    "id": "another" if fault is Fault.OTHER_RID else rid,
                     "finish_reason": {"type": "length", "length": 1},
                     "prompt_tokens": len(ids) - (fault is Fault.TRUNCATED),
                     "cached_tokens": 1 if fault is Fault.CACHED else 0,
@@ -292,6 +306,12 @@ class FakeServer:
                 },
             }
         )
+        if fault is Fault.CLOSE:
+            await response.prepare(request)
+            await response.write_eof()
+            assert request.transport is not None
+            request.transport.close()
+        return response
 
     # --- dumps -------------------------------------------------------------------------------
 
@@ -349,12 +369,22 @@ class FakeServer:
         data = b"".join(parts)
         if fault is Fault.TORN_DUMP:
             data = data[: len(data) // 2]
-        self._publish(dump_name(counter), data)
+        try:
+            self._publish(dump_name(counter), data)
+        except OSError as error:
+            # As the plugin does: an error record, or, where not even that fits, nothing.
+            record = ErrorRecord(rid=rid, start=start, reason=str(error))
+            with suppress(OSError):
+                self._publish(error_name(next(self._counter)), encode_error(record))
 
     def _publish(self, name: str, data: bytes) -> None:
         temporary = self.directory / f".tmp-{name}"
-        temporary.write_bytes(data)
-        temporary.rename(self.directory / name)
+        try:
+            temporary.write_bytes(data)
+            temporary.rename(self.directory / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _last_kind(layout: Layout) -> LastKind:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -67,23 +65,21 @@ def scan_writers(root: Path) -> Writers:
     )
 
 
-def remove_dead(root: Path) -> None:
-    """Remove the directories of servers that have died: nobody will ever ask for those dumps."""
-    for rank in scan_writers(root).dead:
-        shutil.rmtree(rank.directory, ignore_errors=True)
-        with suppress(OSError):  # another rank's directory is still in it
-            rank.directory.parent.rmdir()
-
-
 def is_alive(ready: Ready) -> bool:
-    """Whether the very process that wrote READY.json still runs (a pid may be used again).
+    """Whether the very process that wrote READY.json still runs."""
+    return is_same_process(ready.pid, ready.pid_start_ticks, ready.pid_namespace)
+
+
+def is_same_process(pid: int, start_ticks: int, namespace: str | None) -> bool:
+    """Whether the process that had this pid when it started then still runs: a pid may be used
+    again, its start time with it may not.
 
     One in another PID namespace, as in another container, cannot be seen from here and is taken
     for alive: its files must not be touched, and the probe tells whether it works.
     """
-    if ready.pid_namespace not in (None, os.readlink("/proc/self/ns/pid")):
+    if namespace not in (None, os.readlink("/proc/self/ns/pid")):
         return True
-    return process_start_ticks(ready.pid) == ready.pid_start_ticks
+    return process_start_ticks(pid) == start_ticks
 
 
 def process_start_ticks(pid: int) -> int | None:

@@ -2,13 +2,16 @@
 
 Changes made while a commit is under way join the next one, so that the number of commits (and
 fsyncs) adapts to their cost by itself: a slow disk makes larger batches, an idle one small ones.
+A batch has an upper bound, so that a commit's time and what a crash can cost have one too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +19,36 @@ from manifest.records import Change
 from manifest.store import Store
 
 Result = TypeVar("Result")
+
+#: Most changes of one commit: some 10 ms of work beside its fsync.
+MAX_BATCH = 1000
+
+
+@dataclass(kw_only=True)
+class Commits:
+    """What group commit did, measured."""
+
+    count: int = 0
+    changes: int = 0
+    largest: int = 0  # changes of one commit
+    seconds: float = 0.0  # within commits, fsync included
+    slowest_s: float = 0.0
+
+    def add(self, changes: int, seconds: float) -> None:
+        self.count += 1
+        self.changes += changes
+        self.largest = max(self.largest, changes)
+        self.seconds += seconds
+        self.slowest_s = max(self.slowest_s, seconds)
+
+    def to_document(self) -> dict[str, float]:
+        return {
+            "count": self.count,
+            "changes": self.changes,
+            "largest": self.largest,
+            "mean_ms": 1e3 * self.seconds / max(1, self.count),
+            "slowest_ms": 1e3 * self.slowest_s,
+        }
 
 
 class StoreOwner:
@@ -34,7 +67,7 @@ class StoreOwner:
         self._last_done: asyncio.Future[None] | None = None  # of the newest batch begun
         self._committer: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
-        self.num_commits = 0
+        self.commits = Commits()
 
     @classmethod
     async def open(cls, path: Path) -> StoreOwner:
@@ -89,15 +122,21 @@ class StoreOwner:
         while self._batch_done is not None:
             batch, done = self._batch, self._batch_done
             self._batch, self._batch_done = [], None
-            if self._failure is None:
-                try:
-                    await self._run(lambda store, batch=batch: store.apply(batch))  # type: ignore[misc]
-                    self.num_commits += 1
-                except Exception as error:
-                    # Kept, not raised: every waiter and every later call gets it from _check.
-                    self._failure = error
+            for start in range(0, len(batch), MAX_BATCH):
+                if self._failure is None:
+                    await self._commit_one(batch[start : start + MAX_BATCH])
             done.set_result(None)
         self._committer = None
+
+    async def _commit_one(self, changes: list[Change]) -> None:
+        began = time.monotonic()
+        try:
+            await self._run(lambda store: store.apply(changes))
+        except Exception as error:
+            # Kept, not raised: every waiter and every later call gets it from _check.
+            self._failure = error
+        else:
+            self.commits.add(len(changes), time.monotonic() - began)
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -54,7 +54,7 @@ class Moved:
     """A prompt went through one of the events that carry no data of their own."""
 
     ordinal: int
-    event: Event  # SEND, DUMP, VERIFY or RETRY
+    event: Event  # SEND, DUMP, ADOPT, VERIFY, RETRY or LOSE
     attempts: int  # requests made for it so far, over all sessions
 
 
@@ -80,7 +80,23 @@ class Failed:
     attempts: int
 
 
-Change = Planned | Rejected | Moved | Stored | Failed
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relocated:
+    """A stored sample's bytes were copied to another place."""
+
+    ordinal: int
+    shard: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forgotten:
+    """A stored sample's bytes are gone or damaged."""
+
+    ordinal: int
+
+
+Change = Planned | Rejected | Moved | Stored | Failed | Relocated | Forgotten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +109,7 @@ class Shard:
     is_sealed: bool
     size_bytes: int  # durable bytes: end of its last sample
     num_samples: int
+    digest: str | None = None  # of a sealed one: see extractor/shard_format.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +145,6 @@ class Totals:
     stored_tokens: int
     stored_bytes: int
     untrained: int  # stored samples whose mask is 0 throughout: they teach a drafter nothing
-    duplicates: int  # stored samples whose key another stored sample of lower ordinal has
     by_alteration: dict[str, int] = field(default_factory=dict)  # stored samples it was done to
 
     @property

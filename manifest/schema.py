@@ -2,6 +2,10 @@
 
 `sources`  the input files                      `prompts`  one row an input row
 `identity` what the data set is of, name/JSON   `shards`   one row a shard file
+`tallies`  rows, tokens and bytes by state and reason, so that nobody has to count millions of rows
+
+Triggers keep the tallies and what a shard knows of its samples: whatever changes a row changes them
+in the same transaction.
 """
 
 from __future__ import annotations
@@ -67,9 +71,89 @@ def m001_initial(db: Database) -> None:
 
 
 @migrations()
-def m002_parts_and_alterations(db: Database) -> None:
+def m002_tallies(db: Database) -> None:
+    tally = """
+        num_rows = num_rows {sign} 1,
+        num_tokens = num_tokens {sign} COALESCE({row}.num_tokens, 0),
+        size_bytes = size_bytes {sign} COALESCE({row}.size_bytes, 0),
+        num_untrained = num_untrained {sign} COALESCE({row}.num_trained = 0, 0)
+    """
+    add = f"""
+        INSERT INTO tallies VALUES (NEW.state, COALESCE(NEW.reason, ''), 1,
+            COALESCE(NEW.num_tokens, 0), COALESCE(NEW.size_bytes, 0),
+            COALESCE(NEW.num_trained = 0, 0))
+        ON CONFLICT (state, reason) DO UPDATE SET {tally.format(sign="+", row="NEW")};
+    """
+    subtract = f"""
+        UPDATE tallies SET {tally.format(sign="-", row="OLD")}
+        WHERE state = OLD.state AND reason = COALESCE(OLD.reason, '');
+    """
+    for statement in (
+        # How often the server died with the row's request unanswered.
+        "ALTER TABLE prompts ADD COLUMN num_deaths INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE shards ADD COLUMN digest TEXT",  # of a sealed one
+        "ALTER TABLE shards ADD COLUMN end_bytes INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE shards ADD COLUMN num_samples INTEGER NOT NULL DEFAULT 0",
+        """
+        UPDATE shards SET
+            end_bytes = COALESCE(
+                (SELECT MAX(offset + size_bytes) FROM prompts WHERE shard = number), data_start),
+            num_samples = (SELECT COUNT(*) FROM prompts WHERE shard = number)
+        """,
+        """
+        CREATE TABLE tallies (
+            state TEXT NOT NULL,
+            reason TEXT NOT NULL,            -- '' unless failed
+            num_rows INTEGER NOT NULL,
+            num_tokens INTEGER NOT NULL,
+            size_bytes INTEGER NOT NULL,
+            num_untrained INTEGER NOT NULL,  -- rows without a trained token
+            PRIMARY KEY (state, reason)
+        ) STRICT, WITHOUT ROWID
+        """,
+        """
+        INSERT INTO tallies
+        SELECT state, COALESCE(reason, ''), COUNT(*), COALESCE(SUM(num_tokens), 0),
+            COALESCE(SUM(size_bytes), 0), COALESCE(SUM(num_trained = 0), 0)
+        FROM prompts GROUP BY 1, 2
+        """,
+        # Few rows are in these at any time, so they cost little and save the scan of all.
+        "CREATE INDEX prompts_unfinished ON prompts (ordinal) "
+        "WHERE state NOT IN ('stored', 'failed')",
+        "CREATE INDEX prompts_failed ON prompts (ordinal) WHERE state = 'failed'",
+        f"CREATE TRIGGER tallies_insert AFTER INSERT ON prompts BEGIN {add} END",
+        f"CREATE TRIGGER tallies_delete AFTER DELETE ON prompts BEGIN {subtract} END",
+        "CREATE TRIGGER tallies_update AFTER UPDATE OF state, reason, num_tokens, num_trained, "
+        f"size_bytes ON prompts BEGIN {subtract} {add} END",
+        """
+        CREATE TRIGGER shards_enter AFTER UPDATE OF shard ON prompts WHEN NEW.shard IS NOT NULL
+        BEGIN
+            UPDATE shards SET num_samples = num_samples + 1,
+                end_bytes = MAX(end_bytes, NEW.offset + NEW.size_bytes)
+            WHERE number = NEW.shard;
+        END
+        """,
+        """
+        CREATE TRIGGER shards_leave AFTER UPDATE OF shard ON prompts WHEN OLD.shard IS NOT NULL
+        BEGIN
+            UPDATE shards SET num_samples = num_samples - 1,
+                end_bytes = COALESCE(
+                    (SELECT offset + size_bytes FROM prompts WHERE shard = OLD.shard
+                     ORDER BY offset DESC LIMIT 1), data_start)
+            WHERE number = OLD.shard;
+        END
+        """,
+    ):
+        db.execute(statement)
+
+
+@migrations()
+def m003_parts_and_alterations(db: Database) -> None:
     for statement in (
         "ALTER TABLE prompts ADD COLUMN part INTEGER",
         "ALTER TABLE prompts ADD COLUMN alterations TEXT",  # separated by commas
+        # Few rows have any, so counting them reads few.
+        "CREATE INDEX prompts_altered ON prompts (state, alterations) "
+        "WHERE alterations IS NOT NULL",
     ):
         db.execute(statement)

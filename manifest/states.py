@@ -2,16 +2,32 @@
 
 ```
             send          dump           verify            store
-  PLANNED -------> SENT -------> DUMPED -------> VERIFIED -------> STORED
-     ^              |              |                |
-     +---- retry ---+----- retry --+----- retry ----+
-     |              |              |                |
-     +--- fail -----+----- fail ---+----- fail -----+-----------> FAILED(reason)
+  PLANNED -------> SENT -------> DUMPED -------> VERIFIED -------> STORED --+
+   ^ ^ |             |             ^  |              |             |   ^    |
+   | | |             |             |  |              |             |   +-move
+   | | +--- adopt ---|-------------+  |              |             |
+   | +- retry, lose -+---- retry -----+--- retry ----+             |
+   +----------------------- forget --------------------------------+
+                     |                |              |
+     +--- fail ------+----- fail -----+---- fail ----+-----------> FAILED(reason)
 ```
 
-STORED and FAILED are terminal: no run goes on with them by itself. Who asks for it
-(`--retry-failed`) puts FAILED rows back to PLANNED (reopen). A row of the input that gives no
-prompt at all goes straight from PLANNED to FAILED.
+| event | what happened |
+|---|---|
+| send | a request for the row is with the server |
+| dump | its pieces tile the prompt |
+| adopt | so do pieces that an earlier session asked for and did not live to store |
+| verify | ids, shapes and values are proven; the copy is not durable yet |
+| store | the copy is durable |
+| retry | this attempt is over (or its process died); the row is to be sent again |
+| lose | the server died with the row's request unanswered; it is to be sent again, alone |
+| fail | the row is given up, for a reason |
+| forget | the stored bytes turned out to be gone or damaged; the row is to be sent again |
+| move | the stored bytes were copied to another shard |
+| reopen | a person asks to try a failed row again (`--retry-failed`) |
+
+STORED and FAILED are terminal: no run goes on with them by itself. A row of the input that gives
+no prompt at all goes straight from PLANNED to FAILED.
 """
 
 from __future__ import annotations
@@ -41,11 +57,15 @@ class Event(StrEnum):
 
     SEND = "send"
     DUMP = "dump"
+    ADOPT = "adopt"
     VERIFY = "verify"
     STORE = "store"
-    RETRY = "retry"  # this attempt is over (or its process died); the row is to be sent again
+    RETRY = "retry"
+    LOSE = "lose"
     FAIL = "fail"
-    REOPEN = "reopen"  # a person asks to try a failed row again
+    FORGET = "forget"
+    MOVE = "move"
+    REOPEN = "reopen"
 
 
 class Reason(StrEnum):
@@ -75,6 +95,7 @@ class Reason(StrEnum):
 
     REJECTED = "rejected"  # the server answered 4xx
     SERVER_ERROR = "server_error"  # 5xx or an abort, on every attempt
+    KILLS_SERVER = "kills_server"  # the server died with it twice, the second time with it alone
     TRUNCATED = "truncated"  # the server counted other prompt tokens than were sent
     CACHED = "cached"  # rows were served from the prefix cache and have no state
     DUMP_FAILED = "dump_failed"  # the plugin wrote an error record
@@ -101,13 +122,14 @@ _ATTEMPT_OVER: Final[Mapping[Event, State]] = {
 TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
     State.PLANNED: {
         Event.SEND: State.SENT,
-        Event.FAIL: State.FAILED,
-        Event.RETRY: State.PLANNED,
+        Event.ADOPT: State.DUMPED,
+        Event.LOSE: State.PLANNED,
+        **_ATTEMPT_OVER,
     },
-    State.SENT: {Event.DUMP: State.DUMPED, **_ATTEMPT_OVER},
+    State.SENT: {Event.DUMP: State.DUMPED, Event.LOSE: State.PLANNED, **_ATTEMPT_OVER},
     State.DUMPED: {Event.VERIFY: State.VERIFIED, **_ATTEMPT_OVER},
     State.VERIFIED: {Event.STORE: State.STORED, **_ATTEMPT_OVER},
-    State.STORED: {},
+    State.STORED: {Event.FORGET: State.PLANNED, Event.MOVE: State.STORED},
     State.FAILED: {Event.REOPEN: State.PLANNED},
 }
 

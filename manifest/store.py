@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError
 from manifest.records import (
     Change,
     Failed,
+    Forgotten,
     Moved,
     Planned,
     Rejected,
+    Relocated,
     Row,
     Shard,
     Source,
@@ -34,6 +36,9 @@ from manifest.schema import migrations
 from manifest.states import Event, IllegalTransition, Reason, State, advance
 
 _TERMINAL = "('stored', 'failed')"
+#: Word for word the condition of the index `prompts_unfinished`, or SQLite does not use that.
+_UNFINISHED = f"state NOT IN {_TERMINAL}"
+_TALLIES = "SELECT state, reason, num_rows, num_tokens, size_bytes, num_untrained"
 _PAGE_ROWS = 10_000
 _COLUMNS = (
     "ordinal, source, line, label, key, num_tokens, num_trained, state, reason, detail, "
@@ -44,9 +49,10 @@ _COLUMNS = (
 class Store:
     """An open manifest. Not thread-safe: the thread that opens it is the one that uses it."""
 
-    def __init__(self, database: Database, path: Path) -> None:
+    def __init__(self, database: Database, path: Path, *, is_writer: bool) -> None:
         self._db = database
         self.path = path
+        self._is_writer = is_writer
 
     # --- opening -----------------------------------------------------------------------------
 
@@ -62,7 +68,7 @@ class Store:
             database.execute("PRAGMA journal_size_limit = 67108864")
             _check_version(database, path)
             migrations.apply(database)
-            return cls(database, path)
+            return cls(database, path, is_writer=True)
 
     @classmethod
     def open_read_only(cls, path: Path) -> Store:
@@ -82,9 +88,16 @@ class Store:
                     f"{path}: the manifest is older than this tool or was never begun. "
                     "`extractor run` brings it up to date."
                 )
-            return cls(database, path)
+            return cls(database, path, is_writer=False)
 
     def close(self) -> None:
+        """Close the file. A writer leaves one plain file behind, without a WAL beside it: it can
+        be copied, and read where nothing can be written."""
+        if self._is_writer:
+            self._is_writer = False  # closing twice is closing once
+            # Refused while somebody reads: then the WAL stays, which is as good.
+            with suppress(sqlite3.OperationalError):
+                self._db.execute("PRAGMA journal_mode = DELETE")
         self._db.close()
 
     # --- the run as a whole ------------------------------------------------------------------
@@ -136,8 +149,22 @@ class Store:
                 self._plan(change)
             case Rejected():
                 self._reject(change)
+            case Moved(event=Event.LOSE):
+                self._update(change.ordinal, change.event, attempts=change.attempts)
+                self._db.conn.execute(
+                    "UPDATE prompts SET num_deaths = num_deaths + 1 WHERE ordinal = ?",
+                    (change.ordinal,),
+                )
             case Moved():
                 self._update(change.ordinal, change.event, attempts=change.attempts)
+            case Relocated():
+                self._update(change.ordinal, Event.MOVE, shard=change.shard, offset=change.offset)
+            case Forgotten():
+                self._update(
+                    change.ordinal,
+                    Event.FORGET,
+                    **dict.fromkeys(("shard", "offset", "size_bytes", "digest", "num_pieces")),
+                )
             case Stored():
                 self._update(
                     change.ordinal,
@@ -201,70 +228,97 @@ class Store:
         """Put every row that a dead session left between PLANNED and STORED back to PLANNED."""
         with self._writing():
             cursor = self._db.conn.execute(
-                "UPDATE prompts SET state = 'planned' WHERE state IN ('sent', 'dumped', 'verified')"
+                f"UPDATE prompts SET state = 'planned' WHERE {_UNFINISHED} AND state != 'planned'"
             )
             return cursor.rowcount
 
     def reopen_failed(self) -> int:
-        """Put every failed row back to PLANNED; how many those were."""
+        """Put every failed row back to PLANNED; how many those were.
+
+        One that never became a prompt is read again like a new one.
+        """
         with self._writing():
             cursor = self._db.conn.execute(
-                "UPDATE prompts SET state = ?, reason = NULL, detail = NULL "
-                "WHERE state = 'failed' AND key IS NOT NULL",
+                "UPDATE prompts SET state = ?, reason = NULL, detail = NULL, num_deaths = 0 "
+                "WHERE state = 'failed'",
                 (advance(State.FAILED, Event.REOPEN).value,),
             )
-            # A row that never became a prompt leaves no trace; it is read again like a new one.
-            rejected = self._db.conn.execute(
-                "DELETE FROM prompts WHERE state = 'failed' AND key IS NULL"
-            )
-            return cursor.rowcount + rejected.rowcount
+            return cursor.rowcount
 
     def forget_stored(self, ordinals: Iterable[int]) -> None:
         """Put stored samples back to PLANNED because their bytes turned out to be gone.
 
         Their shards are open again.
         """
-        ordinals = list(ordinals)
         with self._writing():
-            self._db.conn.executemany(
-                "UPDATE shards SET is_sealed = 0 WHERE number = "
-                "(SELECT shard FROM prompts WHERE ordinal = ? AND state = 'stored')",
-                [(ordinal,) for ordinal in ordinals],
-            )
-            self._db.conn.executemany(
-                "UPDATE prompts SET state = 'planned', shard = NULL, offset = NULL, "
-                "size_bytes = NULL, digest = NULL, num_pieces = NULL "
-                "WHERE ordinal = ? AND state = 'stored'",
-                [(ordinal,) for ordinal in ordinals],
-            )
+            for ordinal in ordinals:
+                self._db.conn.execute(
+                    "UPDATE shards SET is_sealed = 0, digest = NULL WHERE number = "
+                    "(SELECT shard FROM prompts WHERE ordinal = ? AND state = 'stored')",
+                    (ordinal,),
+                )
+                self._apply(Forgotten(ordinal=ordinal))
 
-    def settled_ordinals(self) -> Iterator[int]:
-        """Ordinals of the rows that need no more work, ascending."""
-        return (
-            ordinal
+    def settled_ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges [begin, end) of ordinals that need no more work, ascending.
+
+        Rows are planned in order, so that all below the highest are there, and only the few that
+        are not finished have to be looked at. Where some are missing, all are.
+        """
+        with self._reading():
+            ((last,),) = self._db.execute("SELECT COALESCE(MAX(ordinal), -1) FROM prompts")
+        if self.totals().num_rows == last + 1:
+            begin = 0
             for (ordinal,) in self._pages(
-                f"SELECT ordinal FROM prompts WHERE state IN {_TERMINAL} AND ordinal > ? "
+                f"SELECT ordinal FROM prompts WHERE {_UNFINISHED} AND ordinal > ? "
                 "ORDER BY ordinal LIMIT ?"
-            )
-        )
+            ):
+                if ordinal > begin:
+                    yield begin, ordinal
+                begin = ordinal + 1
+            if begin <= last:
+                yield begin, last + 1
+            return
+        for (ordinal,) in self._pages(
+            f"SELECT ordinal FROM prompts WHERE state IN {_TERMINAL} AND ordinal > ? "
+            "ORDER BY ordinal LIMIT ?"
+        ):
+            yield ordinal, ordinal + 1
 
     def attempts(self) -> dict[int, int]:
         """Requests made so far for each unfinished row that has any."""
         with self._reading():
             return dict(
                 self._db.execute(
-                    "SELECT ordinal, attempts FROM prompts WHERE attempts > 0 "
-                    f"AND state NOT IN {_TERMINAL}"
+                    f"SELECT ordinal, attempts FROM prompts WHERE {_UNFINISHED} AND attempts > 0"
                 ).fetchall()
             )
 
-    def rows(self, *, state: State | None = None) -> Iterator[Row]:
-        """Every row by ordinal, or those in one state."""
-        condition = "" if state is None else f"state = '{state.value}' AND "
+    def suspects(self) -> dict[int, int]:
+        """Unfinished rows whose request was unanswered when a server died -> how often."""
+        with self._reading():
+            return dict(
+                self._db.execute(
+                    "SELECT ordinal, num_deaths FROM prompts "
+                    f"WHERE {_UNFINISHED} AND num_deaths > 0"
+                ).fetchall()
+            )
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, by ordinal."""
         return map(
             _row,
             self._pages(
-                f"SELECT {_COLUMNS} FROM prompts WHERE {condition}ordinal > ? "
+                f"SELECT {_COLUMNS} FROM prompts WHERE ordinal > ? ORDER BY ordinal LIMIT ?"
+            ),
+        )
+
+    def failed_rows(self) -> Iterator[Row]:
+        """The failed rows, by ordinal."""
+        return map(
+            _row,
+            self._pages(
+                f"SELECT {_COLUMNS} FROM prompts WHERE state = 'failed' AND ordinal > ? "
                 "ORDER BY ordinal LIMIT ?"
             ),
         )
@@ -278,18 +332,9 @@ class Store:
         )
 
     def totals(self) -> Totals:
+        """From the tallies: takes no longer for many rows than for few."""
         with self._reading():
-            by_state = self._db.execute(
-                "SELECT state, COUNT(*) FROM prompts GROUP BY state"
-            ).fetchall()
-            by_reason = self._db.execute(
-                "SELECT reason, COUNT(*) FROM prompts WHERE state = 'failed' GROUP BY reason"
-            ).fetchall()
-            tokens, size_bytes, untrained, num_keys, num_stored = self._db.execute(
-                "SELECT COALESCE(SUM(num_tokens), 0), COALESCE(SUM(size_bytes), 0), "
-                "COALESCE(SUM(num_trained = 0), 0), COUNT(DISTINCT key), COUNT(*) "
-                "FROM prompts WHERE state = 'stored'"
-            ).fetchone()
+            tallies = self._db.execute(f"{_TALLIES} FROM tallies WHERE num_rows > 0").fetchall()
             altered = self._db.execute(
                 "SELECT alterations, COUNT(*) FROM prompts "
                 "WHERE state = 'stored' AND alterations IS NOT NULL GROUP BY alterations"
@@ -298,28 +343,48 @@ class Store:
         for names, count in altered:
             for name in names.split(","):
                 by_alteration[name] = by_alteration.get(name, 0) + count
+        by_state: dict[State, int] = {}
+        by_reason: dict[Reason, int] = {}
+        stored = (0, 0, 0)
+        for state, reason, num_rows, *amounts in tallies:
+            by_state[State(state)] = by_state.get(State(state), 0) + num_rows
+            if reason:
+                by_reason[Reason(reason)] = num_rows
+            if state == State.STORED.value:
+                stored = (amounts[0], amounts[1], amounts[2])
         return Totals(
             by_alteration=by_alteration,
-            by_state={State(state): count for state, count in by_state},
-            by_reason={Reason(reason): count for reason, count in by_reason},
-            stored_tokens=tokens,
-            stored_bytes=size_bytes,
-            untrained=untrained,
-            duplicates=num_stored - num_keys,
+            by_state=by_state,
+            by_reason=by_reason,
+            stored_tokens=stored[0],
+            stored_bytes=stored[1],
+            untrained=stored[2],
         )
+
+    def count_duplicates(self) -> int:
+        """Stored samples whose key another stored sample of lower ordinal has. Reads every row."""
+        with self._reading():
+            ((count,),) = self._db.execute(
+                # Sorted, which is four times as fast as COUNT(DISTINCT) for millions of keys.
+                "SELECT COALESCE(SUM(num_same - 1), 0) FROM (SELECT COUNT(*) AS num_same "
+                "FROM prompts WHERE state = 'stored' GROUP BY key)"
+            ).fetchall()
+        return int(count)
 
     # --- shards ------------------------------------------------------------------------------
 
     def add_shard(self, shard: Shard) -> None:
         with self._writing():
             self._db.conn.execute(
-                "INSERT INTO shards (number, name, data_start) VALUES (?, ?, ?)",
-                (shard.number, shard.name, shard.data_start),
+                "INSERT INTO shards (number, name, data_start, end_bytes) VALUES (?, ?, ?, ?)",
+                (shard.number, shard.name, shard.data_start, shard.data_start),
             )
 
-    def seal_shard(self, number: int) -> None:
+    def seal_shard(self, number: int, digest: str) -> None:
         with self._writing():
-            self._db.conn.execute("UPDATE shards SET is_sealed = 1 WHERE number = ?", (number,))
+            self._db.conn.execute(
+                "UPDATE shards SET is_sealed = 1, digest = ? WHERE number = ?", (digest, number)
+            )
 
     def drop_shard(self, number: int) -> None:
         """Remove a shard that holds no sample."""
@@ -329,9 +394,8 @@ class Store:
     def shards(self) -> list[Shard]:
         with self._reading():
             rows = self._db.execute(
-                "SELECT number, name, data_start, is_sealed, "
-                "COALESCE(MAX(offset + size_bytes), data_start), COUNT(ordinal) "
-                "FROM shards LEFT JOIN prompts ON shard = number GROUP BY number ORDER BY number"
+                "SELECT number, name, data_start, is_sealed, end_bytes, num_samples, digest "
+                "FROM shards ORDER BY number"
             ).fetchall()
         return [
             Shard(
@@ -341,8 +405,9 @@ class Store:
                 is_sealed=bool(is_sealed),
                 size_bytes=size_bytes,
                 num_samples=num_samples,
+                digest=digest,
             )
-            for number, name, data_start, is_sealed, size_bytes, num_samples in rows
+            for number, name, data_start, is_sealed, size_bytes, num_samples, digest in rows
         ]
 
     def shard_rows(self, number: int) -> list[Row]:
@@ -356,10 +421,24 @@ class Store:
     # --- the file itself ---------------------------------------------------------------------
 
     def integrity_problems(self) -> list[str]:
-        """What SQLite's own check finds; empty when the file is sound."""
+        """What SQLite's own check finds, and tallies that do not agree with the rows; empty when
+        the file is sound. Reads every row."""
         with self._reading():
             found = [str(row[0]) for row in self._db.execute("PRAGMA integrity_check").fetchall()]
-        return [] if found == ["ok"] else found
+            if found != ["ok"]:
+                return found
+            stated = set(self._db.execute(f"{_TALLIES} FROM tallies WHERE num_rows > 0"))
+            counted = set(
+                self._db.execute(
+                    "SELECT state, COALESCE(reason, ''), COUNT(*), COALESCE(SUM(num_tokens), 0), "
+                    "COALESCE(SUM(size_bytes), 0), COALESCE(SUM(num_trained = 0), 0) "
+                    "FROM prompts GROUP BY 1, 2"
+                )
+            )
+        return [
+            f"the tallies are not those of the rows: {state} {reason}".rstrip()
+            for state, reason in sorted({row[:2] for row in counted ^ stated})
+        ]
 
     def _pages(self, sql: str) -> Iterator[tuple[Any, ...]]:
         # Pages by ordinal, not one long cursor: an open read cursor would keep the WAL growing.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import Notes
 from hypothesis import settings
 
+import extractor.server_watch
 import extractor.session
 from extractor.retry import RetryPolicy
 
@@ -34,5 +35,10 @@ def dump_root(tmp_path: Path) -> Path:
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries follow each other without the usual seconds in between."""
-    policy = partial(RetryPolicy, base_delay_s=0.001, max_delay_s=0.01)
+    quick = {"base_delay_s": 0.001, "max_delay_s": 0.01}
+
+    def policy(**values: Any) -> RetryPolicy:
+        return RetryPolicy(**{**values, **quick})
+
     monkeypatch.setattr(extractor.session, "RetryPolicy", policy)
+    monkeypatch.setattr(extractor.server_watch, "RetryPolicy", policy)

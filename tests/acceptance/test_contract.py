@@ -59,7 +59,8 @@ class Talk:
         collected = self.collector.expect(request.rid, num_tokens=len(ids))
         reply = await self.client.generate(request)
         assert isinstance(reply, ReplyFacts), reply
-        outcome = await asyncio.wait_for(collected, PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            outcome = await collected
         assert not isinstance(outcome, Failure), outcome
         return reply, list(outcome)
 

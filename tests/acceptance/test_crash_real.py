@@ -1,18 +1,20 @@
-"""Kill -9 of the client against a real SGLang server."""
+"""Kill -9 of the client, of a real SGLang server, and of both."""
 
 from __future__ import annotations
 
 import random
 import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import dumps_under, make_prompts, read_samples, stored_ordinals, write_prompts
+from helpers import Ids, dumps_under, make_prompts, read_samples, stored_ordinals, write_prompts
 
-from acceptance.real import Real
+from acceptance.real import Real, real_server
 from acceptance.tool import Tool, wait_until
 from extractor.config import MANIFEST_NAME
+from extractor.serve import free_port
 from manifest.errors import ManifestError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.crash, pytest.mark.timeout(240)]
@@ -56,11 +58,51 @@ def test_a_run_killed_at_ten_moments_ends_as_an_undisturbed_one(
         process.communicate()
     final = tool.run(path, out, real)
     assert final.returncode == 0, final.stderr
+    assert_same(calm, out, prompts)
+    assert tool("verify", out).returncode == 0
+    assert dumps_under(real.root) == []
+
+
+def assert_same(calm: Path, out: Path, prompts: list[Ids]) -> None:
+    """The same samples with the same tokens; states within float noise."""
     undisturbed, survived = read_samples(calm), read_samples(out)
     assert set(survived) == set(undisturbed) == set(range(NUM_ROWS))
     for ordinal, sample in survived.items():
         assert (sample.ids, sample.mask) == (prompts[ordinal].ids, prompts[ordinal].mask)
         for name, values in sample.states.items():
             assert difference(values, undisturbed[ordinal].states[name]) < TOLERANCE
-    assert tool("verify", out).returncode == 0
-    assert dumps_under(real.root) == []
+
+
+@pytest.mark.timeout(500)
+def test_a_server_that_is_killed_and_started_again_ends_as_an_undisturbed_one(
+    tmp_path: Path, tool: Tool
+) -> None:
+    """The server alone, then client and server at once; a new boot id and counters from 0 each."""
+    prompts = make_prompts(NUM_ROWS, longest=120, vocabulary=500)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    calm, out = tmp_path / "calm", tmp_path / "out"
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="acceptance-", dir="/dev/shm") as directory:
+        root = Path(directory)
+        with real_server(tmp_path, root=root, port=port) as server:
+            process = tool.start_run(path, out, server)
+            kill_moment(process, out, 10, server)
+            server.kill()
+            _, errors = process.communicate(timeout=120)
+            assert process.returncode == 3, errors
+            assert "run the same command again" in errors
+        with real_server(tmp_path, root=root, port=port) as server:
+            process = tool.start_run(path, out, server)
+            kill_moment(process, out, 30, server)
+            process.kill()
+            server.kill()
+            process.communicate()
+        assert 30 <= stored(out) < NUM_ROWS
+        with real_server(tmp_path, root=root, port=port) as server:
+            final = tool.run(path, out, server)
+            assert final.returncode == 0, final.stderr
+            assert tool.run(path, calm, server).returncode == 0
+        assert_same(calm, out, prompts)
+        assert tool("verify", out).returncode == 0
+        assert dumps_under(root) == []
+        assert list(root.rglob(".tmp-*")) == []

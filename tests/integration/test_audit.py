@@ -18,6 +18,7 @@ from extractor.run import run
 from extractor.testing import FakeServer
 from manifest.errors import ManifestError, ManifestMissing
 from manifest.records import Row
+from manifest.store import Store
 
 PROMPTS = make_prompts(25, shortest=10)
 
@@ -124,6 +125,36 @@ def test_one_flipped_byte_of_a_header_is_found(out: Path, offset: int) -> None:
     flip(shard(out), offset, bits=2)
     # What the header says of itself (`__metadata__`) is checked as well.
     assert kinds(out) == {FindingKind.SHARD_HEADER}
+
+
+def test_a_sealed_shard_has_the_digest_of_its_header_and_its_samples(out: Path) -> None:
+    store = Store.open_read_only(out / "manifest.sqlite")
+    stated = {known.number: known.digest for known in store.shards()}
+    store.close()
+    for number, digest in stated.items():
+        data = shard(out, number).read_bytes()
+        rows = samples(out, number)
+        computed = xxhash.xxh3_128(data[: rows[0].offset])
+        for row in rows:
+            assert row.offset is not None and row.size_bytes is not None
+            sample = data[row.offset : row.offset + row.size_bytes]
+            computed.update(xxhash.xxh3_128(sample).digest())
+        assert digest == computed.hexdigest()
+
+
+def test_a_changed_byte_that_every_reader_skips_is_found(out: Path) -> None:
+    """A space of the header's padding became a tab: no tensor is other for it."""
+    with open(shard(out), "rb") as file:
+        room = 8 + int.from_bytes(file.read(8), "little")
+    flip(shard(out), room - 1, bits=ord(" ") ^ ord("\t"))
+    assert kinds(out) == kinds(out, fast=True) == {FindingKind.SHARD_DIGEST}
+
+
+def test_tallies_that_are_not_those_of_the_rows_are_found(out: Path) -> None:
+    sql(out, "UPDATE tallies SET num_rows = num_rows + 1 WHERE state = 'stored'")
+    findings = audit(out).findings
+    assert {finding.kind for finding in findings} == {FindingKind.MANIFEST_DAMAGED}
+    assert findings[0].detail == "the tallies are not those of the rows: stored"
 
 
 def test_a_shard_that_names_other_layers_is_found(out: Path) -> None:

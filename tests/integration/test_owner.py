@@ -71,7 +71,16 @@ async def test_what_is_posted_during_a_commit_shares_the_next(
     gate.open()
     await asyncio.gather(first, *rest)
     assert gate.batches == [1, 49]
-    assert owner.num_commits == 2
+    assert owner.commits.count == 2
+    assert (owner.commits.changes, owner.commits.largest) == (50, 49)
+    assert len(await owner.call(lambda store: list(store.rows()))) == 50
+
+
+async def test_a_commit_has_a_bound(owner: StoreOwner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manifest.owner.MAX_BATCH", 20)
+    await owner.commit(*(planned(n) for n in range(50)))
+    assert (owner.commits.count, owner.commits.largest) == (3, 20)
+    assert 0 < owner.commits.slowest_s <= owner.commits.seconds
     assert len(await owner.call(lambda store: list(store.rows()))) == 50
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import re
 from dataclasses import replace
@@ -25,8 +26,8 @@ from helpers import (
     write_prompts,
 )
 
-import extractor.exchange
 import extractor.mover
+import extractor.server_watch
 from extractor.config import Layout
 from extractor.errors import (
     ConfigMismatch,
@@ -131,7 +132,7 @@ async def test_equal_prompts_are_both_stored_and_counted(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         summary = await run(options_for(server, path, tmp_path / "out"), notes)
-    assert summary.totals.duplicates == 1
+    assert summary.duplicates == 1
     assert_whole(tmp_path / "out", prompts)
 
 
@@ -299,6 +300,10 @@ async def test_prompts_in_memory_are_bounded_by_the_concurrency(
         (Fault.REJECT, 1, Reason.REJECTED),
         (Fault.RESET, 2, None),
         (Fault.SILENT, 2, None),
+        (Fault.TOO_MANY, 2, None),
+        (Fault.LATE, 2, None),
+        (Fault.CLOSE, 1, None),
+        (Fault.OTHER_RID, 2, None),
         (Fault.NO_DUMP, 2, None),
         (Fault.SHORT_DUMP, 2, None),
         (Fault.DOUBLE_DUMP, 1, None),
@@ -371,11 +376,99 @@ async def test_trouble_that_is_not_the_prompts_costs_it_no_attempt(
     tmp_path: Path, dump_root: Path, notes: Notes, fault: Fault
 ) -> None:
     prompts = make_prompts(1)
-    faults = faults_once(dict.fromkeys(range(1, 10), fault))
+    faults = faults_once(dict.fromkeys(range(1, 7), fault))
     async with FakeServer(dump_root, faults=faults).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         await run(options_for(server, path, tmp_path / "out", max_attempts=1), notes)
-    assert len(ordinals_sent(server.requests)) == 10
+    assert len(ordinals_sent(server.requests)) == 7
+    assert_whole(tmp_path / "out", prompts)
+
+
+@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.TOO_MANY, Fault.RESET, Fault.ERROR])
+async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it(
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault,
+) -> None:
+    """For ever is not for ever, and the rows are not to blame."""
+    monkeypatch.setattr(extractor.server_watch, "GONE_AFTER_S", 0.5)
+    monkeypatch.setattr(extractor.server_watch, "USELESS_AFTER_S", 0.5)
+    prompts = make_prompts(40)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    def from_10_on(number: int, rid: str) -> Fault | None:
+        return fault if number >= 10 else None
+
+    async with FakeServer(dump_root, faults=from_10_on).running() as server:
+        options = options_for(server, path, tmp_path / "out")
+        error = await raises_known(asyncio.create_task(run(options, notes)))
+    assert isinstance(error, ServerLost)
+    assert "served nothing for" in str(error) or "has not answered for" in str(error)
+    rows = rows_of(tmp_path / "out")
+    assert State.FAILED not in {row.state for row in rows}
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_requests"), [(Fault.ERROR, 4), (Fault.RESET, 64), (Fault.BUSY, 64)]
+)
+async def test_prompts_that_alone_are_not_served_fail_and_the_rest_goes_on(
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Fault,
+    num_requests: int,
+) -> None:
+    """However many of them: a probe that is served tells that the server is well."""
+    monkeypatch.setattr(extractor.server_watch, "TRIAL_AFTER_S", 0.0)
+    monkeypatch.setattr(extractor.server_watch, "ALIVE_INTERVAL_S", 0.01)
+    bad = {2, 3, 5, 7}
+    prompts = make_prompts(30)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    def for_some(number: int, rid: str) -> Fault | None:
+        return fault if set(ordinals_sent([rid])) & bad else None
+
+    async with FakeServer(dump_root, faults=for_some).running() as server:
+        summary = await run(options_for(server, path, tmp_path / "out"), notes)
+    assert summary.totals.by_reason == {Reason.SERVER_ERROR: len(bad)}
+    sent = ordinals_sent(server.requests)
+    assert min(sent.count(ordinal) for ordinal in bad) >= num_requests
+    assert fault is not Fault.ERROR or max(sent.count(ordinal) for ordinal in bad) == num_requests
+    assert {sent.count(ordinal) for ordinal in set(range(30)) - bad} == {1}
+    assert_whole(tmp_path / "out", prompts, without=bad)
+
+
+async def test_refusals_lower_the_number_of_requests_in_flight(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(60)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    in_flight: list[int] = []
+
+    class Narrow(FakeServer):
+        """Refuses what exceeds two requests at a time."""
+
+        async def _generate(self, request):  # type: ignore[no-untyped-def]
+            in_flight.append(self._concurrency)
+            return await super()._generate(request)
+
+    def when_crowded(number: int, rid: str) -> Fault | None:
+        return Fault.BUSY if server._concurrency > 2 else None
+
+    server = Narrow(dump_root, faults=when_crowded, delay_s=0.005)
+    async with server.running():
+        summary = await run(options_for(server, path, tmp_path / "out", concurrency=16), notes)
+    assert states_of(summary) == {State.STORED: 60}
+    # The first burst is sixteen wide; behind it the width hovers about what is served.
+    assert max(in_flight[:20]) > 8
+    assert sum(in_flight[40:]) / len(in_flight[40:]) < 6
     assert_whole(tmp_path / "out", prompts)
 
 
@@ -400,7 +493,7 @@ async def test_every_fault_at_once_ends_with_every_row_settled(
     tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
     prompts = make_prompts(120)
-    kinds = list(Fault)
+    kinds = [fault for fault in Fault if fault is not Fault.DIE]  # this process is the server's
 
     def mixed(number: int, rid: str) -> Fault | None:
         return kinds[number // 3 % len(kinds)] if number % 3 == 1 else None
@@ -635,6 +728,70 @@ async def test_a_refused_retry_leaves_the_data_set_as_it_was(
     assert [row.state for row in before].count(State.FAILED) == 1
 
 
+def declare_dead(server: FakeServer) -> None:
+    """As if its process had ended: another one has its pid now."""
+    path = server.directory / "READY.json"
+    path.write_text(re.sub(r'"pid_start_ticks": \d+', '"pid_start_ticks": 1', path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("what", "is_dead"),
+    [
+        *itertools.product(["whole", "in pieces", "wrong tokens", "short"], [False, True]),
+        ("other layout", True),  # a live one is refused before
+    ],
+)
+async def test_dumps_of_an_earlier_session_are_adopted_where_they_are_whole_and_wanted(
+    tmp_path: Path, dump_root: Path, notes: Notes, what: str, is_dead: bool
+) -> None:
+    prompts = make_prompts(6, shortest=20)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    def row_3_fails(number: int, rid: str) -> Fault | None:
+        return Fault.ERROR if ordinals_sent([rid]) == [3] else None
+
+    async with FakeServer(dump_root, faults=row_3_fails).running() as server:
+        options = options_for(server, path, tmp_path / "out", max_attempts=1)
+        await run(options, notes)
+        (rid,) = (rid for rid in server.requests if ordinals_sent([rid]) == [3])
+    ids = np.array(prompts[3].ids, dtype=np.int32)
+    fault = {"wrong tokens": Fault.WRONG_IDS, "short": Fault.SHORT_DUMP}.get(what)
+    model = FakeModel(layout=replace(LAYOUT, dtype="F16")) if what == "other layout" else None
+    earlier = FakeServer(dump_root, model=model, chunk_tokens=7 if what == "in pieces" else 0)
+    async with FakeServer(dump_root).running() as server:
+        if is_dead:
+            async with earlier.running():
+                earlier.dump(rid, ids, fault)
+            declare_dead(earlier)
+        else:
+            earlier.directory, earlier.boot_id = server.directory, server.boot_id
+            earlier._counter = itertools.count(900)
+            earlier.dump(rid, ids, fault)
+        options = options_for(server, path, tmp_path / "out", retry_failed=True)
+        summary = await run(options, notes)
+        is_adopted = what in ("whole", "in pieces")
+        assert ordinals_sent(server.requests) == ([] if is_adopted else [3])
+    assert states_of(summary) == {State.STORED: 6}
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_dumps_of_a_row_that_is_stored_are_not_wanted(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    prompts = make_prompts(6, shortest=20)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    async with FakeServer(dump_root, faults=faults_once({4: Fault.REJECT})).running() as server:
+        await run(options_for(server, path, tmp_path / "out", concurrency=1), notes)
+        (rid,) = (rid for rid in server.requests if ordinals_sent([rid]) == [1])
+        server.dump(rid, np.array(prompts[1].ids, dtype=np.int32))
+        before = read_samples(tmp_path / "out")[1].digest
+        await run(options_for(server, path, tmp_path / "out", retry_failed=True), notes)
+    assert read_samples(tmp_path / "out")[1].digest == before
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
 async def test_what_a_dead_server_left_of_this_run_is_removed(
     tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
@@ -647,10 +804,7 @@ async def test_what_a_dead_server_left_of_this_run_is_removed(
         async with dead.running():
             dead.dump(rid, np.arange(4, dtype=np.int32))
             dead.dump("xtr-ffffffff-1-1-1", np.arange(4, dtype=np.int32))
-        ready = dead.directory / "READY.json"
-        ready.write_text(
-            re.sub(r'"pid_start_ticks": \d+', '"pid_start_ticks": 1', ready.read_text())
-        )
+        declare_dead(dead)
         await run(options, notes)
     assert len(dumps_under(dead.directory)) == 1  # another run's is not ours to remove
 
@@ -698,7 +852,7 @@ async def test_a_server_that_captures_something_else_than_asked_is_refused(
 async def test_a_server_that_stops_answering_ends_the_run_and_rows_stay_resumable(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.exchange, "SERVER_SILENCE_S", 0.1)
+    monkeypatch.setattr(extractor.server_watch, "GONE_AFTER_S", 0.1)
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     reached = asyncio.Event()

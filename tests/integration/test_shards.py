@@ -16,7 +16,7 @@ from helpers import LAYOUT, Ids, make_header, make_identity, make_prompts, promp
 from extractor.collect import DumpFile, DumpPiece
 from extractor.config import Layout
 from extractor.copying import BLOCK_BYTES, SampleFault
-from extractor.shards import ShardSettings, ShardWriter, is_sealed_on_disk, lost_rows
+from extractor.shards import ShardSettings, ShardWriter, lost_rows, sealed_on_disk
 from extractor.testing import fake_states
 from manifest.correlate import Piece
 from manifest.records import Row, Shard, Stored
@@ -255,7 +255,7 @@ def test_samples_whose_end_is_cut_off_are_lost_and_no_others(
     assert lost_rows(settings.directory, shard, rows) == []
     os.truncate(path, (rows[2].offset or 0) + 1)
     assert lost_rows(settings.directory, shard, rows) == rows[2:]
-    assert not is_sealed_on_disk(settings.directory, shard)
+    assert sealed_on_disk(settings.directory, shard, []) is None
     writer.close()
     path.unlink()
     assert lost_rows(settings.directory, shard, rows) == rows

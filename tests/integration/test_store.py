@@ -11,8 +11,9 @@ from sqlite_utils import Database
 
 from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError
 from manifest.records import Failed, Moved, Planned, Rejected, Shard, Source, Stored
+from manifest.schema import migrations
 from manifest.states import Event, IllegalTransition, Reason, State
-from manifest.store import Store
+from manifest.store import _UNFINISHED, Store
 
 SOURCE = Source(number=0, path="p.jsonl", size_bytes=10, digest="d", num_rows=100)
 SHARD = Shard(
@@ -72,9 +73,9 @@ def test_what_was_written_is_there_after_opening_again(store: Store, path: Path)
         assert states(other) == {
             0: State.STORED, 1: State.SENT, 2: State.FAILED, 3: State.FAILED,
         }  # fmt: skip
-        assert list(other.settled_ordinals()) == [0, 2, 3]
+        assert list(other.settled_ranges()) == [(0, 1), (2, 4)]
         assert other.attempts() == {1: 3}
-        row = next(iter(other.rows(state=State.STORED)))
+        row = next(iter(other.rows()))
         assert (row.shard, row.offset, row.size_bytes, row.digest) == (0, 4096, 100, "x")
         (shard,) = other.shards()
         assert (shard.size_bytes, shard.num_samples, shard.is_sealed) == (4196, 1, False)
@@ -147,8 +148,10 @@ def test_only_rows_between_planned_and_stored_are_reopened(store: Store) -> None
 
 def test_forgotten_samples_are_planned_and_their_shard_is_open(store: Store) -> None:
     store.apply([*way_to_store(0, 4096), *way_to_store(1, 4196), planned(2)])
-    store.seal_shard(0)
-    store.forget_stored([1, 2])
+    store.seal_shard(0, "d")
+    store.forget_stored([1])
+    with pytest.raises(IllegalTransition):
+        store.forget_stored([0, 2])  # 2 is not stored: neither is forgotten
     assert states(store) == {0: State.STORED, 1: State.PLANNED, 2: State.PLANNED}
     (shard,) = store.shards()
     assert (shard.is_sealed, shard.num_samples, shard.size_bytes) == (False, 1, 4196)
@@ -158,7 +161,7 @@ def test_forgotten_samples_are_planned_and_their_shard_is_open(store: Store) -> 
 
 def test_forgetting_nothing_opens_no_shard(store: Store) -> None:
     store.apply(way_to_store(0, 4096))
-    store.seal_shard(0)
+    store.seal_shard(0, "d")
     store.forget_stored([])
     assert store.shards()[0].is_sealed
 
@@ -172,7 +175,7 @@ def test_rows_come_in_pages_without_loss(store: Store, monkeypatch: pytest.Monke
     monkeypatch.setattr("manifest.store._PAGE_ROWS", 7)
     store.apply([planned(ordinal) for ordinal in range(50)])
     assert [row.ordinal for row in store.rows()] == list(range(50))
-    assert list(store.settled_ordinals()) == []
+    assert list(store.settled_ranges()) == []
     store.apply([planned(ordinal) for ordinal in range(50, 56)])
     assert len(list(store.rows())) == 56  # the last page is full
 
@@ -184,7 +187,7 @@ def test_equal_keys_count_as_duplicates(store: Store) -> None:
         ordinal=1, source=0, line=2, label=None, key="same0", num_tokens=5, num_trained=2
     )
     store.apply(changes)
-    assert store.totals().duplicates == 1
+    assert store.count_duplicates() == 1
 
 
 # --- opening ----------------------------------------------------------------------------------
@@ -264,6 +267,64 @@ def test_damage_is_found_by_the_check(store: Store, path: Path) -> None:
         assert problems
     finally:
         reader.close()
+
+
+def test_a_manifest_of_the_first_version_is_brought_up_to_date(path: Path) -> None:
+    database = Database(sqlite3.connect(path, isolation_level=None))
+    migrations.apply(database, stop_before="m002_tallies")
+    database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 3)")
+    database.execute("INSERT INTO shards (number, name, data_start) VALUES (0, 's', 4096)")
+    columns = (
+        "ordinal, source, line, key, num_tokens, num_trained, state, shard, offset, size_bytes, "
+        "digest, reason"
+    )
+    for values in (
+        (0, 0, 1, "a", 5, 0, "stored", 0, 4096, 100, "x", None),
+        (1, 0, 2, "b", 7, 2, "stored", 0, 4196, 100, "x", None),
+        (2, 0, 3, None, None, None, "failed", None, None, None, None, "bad_json"),
+    ):
+        marks = ", ".join("?" * len(values))
+        database.execute(f"INSERT INTO prompts ({columns}) VALUES ({marks})", values)
+    database.close()
+    with pytest.raises(ManifestError, match="older than this tool"):
+        Store.open_read_only(path)
+    store = Store.create_or_open(path)
+    totals = store.totals()
+    assert (totals.by_state, totals.by_reason) == (
+        {State.STORED: 2, State.FAILED: 1}, {Reason.BAD_JSON: 1},
+    )  # fmt: skip
+    assert (totals.stored_tokens, totals.stored_bytes, totals.untrained) == (12, 200, 1)
+    (shard,) = store.shards()
+    assert (shard.num_samples, shard.size_bytes, shard.digest) == (2, 4296, None)
+    assert store.integrity_problems() == []
+    store.close()
+
+
+def test_settled_rows_are_told_where_some_are_missing_too(store: Store) -> None:
+    store.apply([*way_to_store(1, 4096), planned(2), *way_to_store(4, 4196)])
+    assert list(store.settled_ranges()) == [(1, 2), (4, 5)]
+    store.apply([*way_to_store(0, 4296), *way_to_store(3, 4396)])
+    assert list(store.settled_ranges()) == [(0, 2), (3, 5)]
+
+
+def test_a_closed_manifest_is_one_plain_file(store: Store, path: Path) -> None:
+    store.apply([planned(0)])
+    assert len(list(path.parent.iterdir())) == 3
+    store.close()
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        f"SELECT ordinal FROM prompts WHERE {_UNFINISHED} AND ordinal > 5 ORDER BY ordinal LIMIT 9",
+        f"SELECT ordinal, attempts FROM prompts WHERE {_UNFINISHED} AND attempts > 0",
+        "SELECT ordinal FROM prompts WHERE state = 'failed' AND ordinal > 5 ORDER BY ordinal",
+    ],
+)
+def test_what_every_start_asks_for_needs_no_scan(store: Store, query: str) -> None:
+    plan = " ".join(row[3] for row in store._db.execute(f"EXPLAIN QUERY PLAN {query}"))
+    assert "prompts_unfinished" in plan or "prompts_failed" in plan
 
 
 def test_every_commit_is_on_the_disk_before_it_returns(store: Store) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from extractor.errors import PluginError
 from extractor.testing import FakeServer
-from extractor.writers import is_alive, ranks_of, remove_dead, scan_writers
+from extractor.writers import is_alive, ranks_of, scan_writers
 from server_patch.dump_format import READY_NAME, Ready, decode_ready, encode_ready
 
 
@@ -33,21 +33,6 @@ async def test_a_process_of_another_pid_namespace_cannot_be_called_dead(dump_roo
     dead = replace(ready, pid_start_ticks=1, pid_namespace=os.readlink("/proc/self/ns/pid"))
     assert not is_alive(dead)
     assert is_alive(replace(dead, pid_namespace="pid:[1]"))
-
-
-async def test_only_directories_of_dead_servers_are_removed(dump_root: Path) -> None:
-    alive_path, _ = await announced(dump_root)
-    dead_path, dead = await announced(dump_root)
-    dead_path.write_bytes(encode_ready(replace(dead, pid_start_ticks=1)))
-    foreign_path, foreign = await announced(dump_root)
-    foreign_path.write_bytes(
-        encode_ready(replace(foreign, pid_start_ticks=1, pid_namespace="pid:[1]"))
-    )
-    (dump_root / "somebody" / "else").mkdir(parents=True)
-    remove_dead(dump_root)
-    assert not dead_path.parent.parent.exists()
-    assert alive_path.exists() and foreign_path.exists()
-    assert (dump_root / "somebody" / "else").exists()
 
 
 async def test_a_dead_server_is_told_from_one_that_never_was(dump_root: Path) -> None:

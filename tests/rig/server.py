@@ -46,12 +46,14 @@ def cpu_server(
     dtype: str = "float32",
     log_path: Path | None = None,
     timeout_s: float = 180.0,
+    port: int | None = None,
 ) -> Iterator[CpuServer]:
     """Start SGLang for `model_dir`, wait until it is ready, stop its whole process tree at the end.
 
     dump_dir: where our plugin dumps; without it the plugin is loaded and must do nothing.
     extra_args: come last, so they override the rig's. env: is added to the environment.
     plugin: False starts a server that does not even load our plugin.
+    port: of 127.0.0.1; by default a free one.
     log_path: where the server's output goes; by default to a file that lives as long as the server.
     A model folder without tokenizer is served with ``--skip-tokenizer-init`` (token ids only).
     """
@@ -62,7 +64,7 @@ def cpu_server(
         settings["TMPDIR"] = scratch
         settings.update(env or {})
         log = log_path or Path(scratch, "server.log")
-        port = free_port()
+        port = port or free_port()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*_command(model_dir, port, dtype), *extra_args],

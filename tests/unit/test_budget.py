@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from extractor.budget import ByteBudget
+from extractor.budget import Budget
 
 
 async def settle() -> None:
@@ -19,12 +19,12 @@ async def settle() -> None:
 class Holder:
     """A task that holds some bytes until it is told to let go."""
 
-    def __init__(self, budget: ByteBudget, size_bytes: int) -> None:
+    def __init__(self, budget: Budget, size_bytes: int) -> None:
         self.has_it = False
         self.let_go = asyncio.Event()
         self.task = asyncio.create_task(self._hold(budget, size_bytes))
 
-    async def _hold(self, budget: ByteBudget, size_bytes: int) -> None:
+    async def _hold(self, budget: Budget, size_bytes: int) -> None:
         async with budget.hold(size_bytes):
             self.has_it = True
             await self.let_go.wait()
@@ -32,22 +32,22 @@ class Holder:
 
 
 async def test_what_fits_is_granted_at_once_and_what_does_not_waits() -> None:
-    budget = ByteBudget(10)
+    budget = Budget(10)
     first, second, third = (Holder(budget, size) for size in (6, 4, 1))
     await settle()
     assert (first.has_it, second.has_it, third.has_it) == (True, True, False)
     second.let_go.set()
     await settle()
     assert third.has_it
-    assert (budget.used_bytes, budget.peak_bytes) == (7, 10)
+    assert (budget.used, budget.peak) == (7, 10)
     first.let_go.set()
     third.let_go.set()
     await settle()
-    assert budget.used_bytes == 0
+    assert budget.used == 0
 
 
 async def test_small_ones_do_not_overtake_a_large_one() -> None:
-    budget = ByteBudget(10)
+    budget = Budget(10)
     holding = Holder(budget, 5)
     await settle()
     large = Holder(budget, 8)
@@ -64,24 +64,24 @@ async def test_small_ones_do_not_overtake_a_large_one() -> None:
 
 
 async def test_more_than_the_whole_is_a_mistake() -> None:
-    budget = ByteBudget(10)
+    budget = Budget(10)
     with pytest.raises(ValueError, match="can never fit"):
         async with budget.hold(11):
             raise AssertionError
     async with budget.hold(10):
-        assert budget.used_bytes == 10
+        assert budget.used == 10
 
 
 async def test_an_error_in_the_block_gives_the_bytes_back() -> None:
-    budget = ByteBudget(10)
+    budget = Budget(10)
     with pytest.raises(KeyError):
         async with budget.hold(10):
             raise KeyError
-    assert budget.used_bytes == 0
+    assert budget.used == 0
 
 
 async def test_a_cancelled_waiter_makes_way_for_those_behind_it() -> None:
-    budget = ByteBudget(10)
+    budget = Budget(10)
     holding = Holder(budget, 5)
     await settle()
     large = Holder(budget, 10)
@@ -95,11 +95,11 @@ async def test_a_cancelled_waiter_makes_way_for_those_behind_it() -> None:
     holding.let_go.set()
     small.let_go.set()
     await settle()
-    assert budget.used_bytes == 0
+    assert budget.used == 0
 
 
 async def test_a_waiter_cancelled_in_the_moment_it_is_granted_gives_back() -> None:
-    budget = ByteBudget(10)
+    budget = Budget(10)
     holding = Holder(budget, 10)
     await settle()
     waiting = Holder(budget, 10)
@@ -108,7 +108,7 @@ async def test_a_waiter_cancelled_in_the_moment_it_is_granted_gives_back() -> No
     await settle()
     holding.let_go.set()
     await asyncio.sleep(0)  # the holder wakes, and grants
-    assert budget.used_bytes == 10
+    assert budget.used == 10
     assert not waiting.has_it
     waiting.task.cancel()
     await settle()
@@ -116,13 +116,13 @@ async def test_a_waiter_cancelled_in_the_moment_it_is_granted_gives_back() -> No
     assert behind.has_it
     behind.let_go.set()
     await settle()
-    assert budget.used_bytes == 0
+    assert budget.used == 0
 
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_no_schedule_of_holding_and_cancelling_leaks_or_exceeds(seed: int) -> None:
     chance = random.Random(seed)
-    budget = ByteBudget(20)
+    budget = Budget(20)
     holders: list[Holder] = []
     for _ in range(120):
         match chance.randrange(4):
@@ -134,12 +134,12 @@ async def test_no_schedule_of_holding_and_cancelling_leaks_or_exceeds(seed: int)
                 chance.choice(holders).let_go.set()
         for _ in range(chance.randrange(3)):  # every phase of an acquisition is met
             await asyncio.sleep(0)
-        assert 0 <= budget.used_bytes <= 20
+        assert 0 <= budget.used <= 20
     for holder in holders:
         holder.let_go.set()
     async with AsyncExitStack() as stack:
         await asyncio.gather(*(holder.task for holder in holders), return_exceptions=True)
         await stack.enter_async_context(budget.hold(20))  # all of it is there again
-        assert budget.used_bytes == 20
-    assert budget.used_bytes == 0
-    assert budget.peak_bytes <= 20
+        assert budget.used == 20
+    assert budget.used == 0
+    assert budget.peak <= 20

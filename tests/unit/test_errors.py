@@ -26,6 +26,7 @@ CODES = {
     "ServerUnreachable": 3,
     "PluginError": 3,
     "ServerLost": 3,
+    "ServerGone": 3,
     "SpaceError": 4,
     "CorruptData": 1,
     "RowRefused": 1,

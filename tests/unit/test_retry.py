@@ -17,18 +17,22 @@ def failure(**kind: bool) -> Failure:
 
 
 def test_a_row_has_so_many_attempts_and_no_more() -> None:
-    found = [POLICY.remedy(failure(), num_counted=n) for n in (1, 2, 3, 4)]
+    found = [POLICY.remedy(failure(), num_counted=n, num_setbacks=n) for n in (1, 2, 3, 4)]
     assert found == [Remedy.RETRY, Remedy.RETRY, Remedy.GIVE_UP, Remedy.GIVE_UP]
 
 
 def test_what_trying_cannot_change_is_given_up_at_once() -> None:
-    assert POLICY.remedy(failure(is_permanent=True), num_counted=1) is Remedy.GIVE_UP
+    assert (
+        POLICY.remedy(failure(is_permanent=True), num_counted=1, num_setbacks=1) is Remedy.GIVE_UP
+    )
 
 
 @pytest.mark.parametrize("kind", ["is_busy", "is_transport"])
-def test_trouble_of_the_server_never_gives_a_row_up(kind: str) -> None:
-    assert failure(**{kind: True}).is_not_counted
-    assert POLICY.remedy(failure(**{kind: True}), num_counted=10**6) is Remedy.RETRY
+def test_trouble_of_the_server_costs_no_attempt_but_not_for_ever(kind: str) -> None:
+    trouble = failure(**{kind: True})
+    assert trouble.is_not_counted
+    assert POLICY.remedy(trouble, num_counted=10**6, num_setbacks=63) is Remedy.RETRY
+    assert POLICY.remedy(trouble, num_counted=0, num_setbacks=64) is Remedy.GIVE_UP
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1))

@@ -6,13 +6,16 @@ import doctest
 import importlib
 import json
 import pkgutil
+from pathlib import Path
 
 import pytest
 from helpers import make_identity
 from hypothesis import given
 from hypothesis import strategies as st
 
+import extractor.preflight
 from extractor.dataset import dataset_document
+from extractor.files import file_system_type
 from extractor.tables import amount, parse_bytes, table
 
 PACKAGES = ("extractor", "manifest", "prompts")
@@ -65,3 +68,25 @@ def test_provenance_names_layers_in_both_conventions() -> None:
     assert document["engine_version"] == "0.5.23"
     for field, value in identity.to_document().items():
         assert document[field] == (list(value) if isinstance(value, tuple) else value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("ext4", None), ("xfs", None), ("overlay", None), ("", None),
+        ("tmpfs", "lost with this machine's next start"),
+        ("nfs4", "network file system"), ("fuse.sshfs", "network file system"),
+        ("lustre", "network file system"), ("cifs", "network file system"),
+    ],
+)  # fmt: skip
+def test_a_manifest_where_it_may_be_lost_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str | None
+) -> None:
+    monkeypatch.setattr(extractor.preflight, "file_system_type", lambda path: kind)
+    warning = extractor.preflight.manifest_warning(tmp_path)
+    assert warning is None if told is None else told in str(warning)
+
+
+def test_the_kernel_tells_what_file_system_a_path_is_on() -> None:
+    assert file_system_type(Path("/dev/shm")) == "tmpfs"
+    assert file_system_type(Path("/proc")) == "proc"

@@ -1,0 +1,63 @@
+"""Edge: dumps that an earlier session of this run asked for and did not live to store.
+
+They lie under live servers and dead ones. What is whole and still wanted is stored without asking
+again; the proof is the same as for any other dump, tokens and all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from extractor.collect import DumpFile, DumpPiece, DumpWatcher, Rank
+from extractor.config import Identity
+from extractor.plan import ordinal_of
+from extractor.verify import check_header
+from manifest.correlate import Piece, Tiling, tile
+
+#: Pieces of one request after another, by the row that they are of.
+Leftovers = Mapping[int, Sequence[Sequence[DumpPiece]]]
+
+
+def find_leftovers(
+    ranks: Sequence[Rank], *, run_id: str, identity: Identity, is_wanted: Callable[[int], bool]
+) -> Leftovers:
+    """The dumps of this run under `ranks` whose rows are wanted and whose layout fits."""
+    by_rid: dict[str, list[DumpPiece]] = {}
+    for rank in ranks:
+        if not _fits(rank, identity):
+            continue
+        with suppress(FileNotFoundError):  # somebody else removes the directory of a dead server
+            for _, arrival in DumpWatcher([rank]).poll():
+                if not isinstance(arrival, DumpFile):
+                    continue
+                header = arrival.dump.header
+                ordinal = ordinal_of(header.rid, run_id=run_id)
+                if ordinal is None or not is_wanted(ordinal) or check_header(header, rank.ready):
+                    continue
+                piece = Piece(start=header.start, rows=header.rows, handle=arrival)
+                by_rid.setdefault(header.rid, []).append(piece)
+    found: dict[int, list[list[DumpPiece]]] = {}
+    for rid, pieces in by_rid.items():
+        ordinal = ordinal_of(rid, run_id=run_id)
+        assert ordinal is not None
+        found.setdefault(ordinal, []).append(sorted(pieces, key=lambda piece: piece.start))
+    return found
+
+
+def whole(requests: Sequence[Sequence[DumpPiece]], num_tokens: int) -> Sequence[DumpPiece] | None:
+    """The pieces of the first request that tile the prompt; None where none do."""
+    for pieces in requests:
+        if tile(pieces, num_tokens) is Tiling.COMPLETE:
+            return pieces
+    return None
+
+
+def _fits(rank: Rank, identity: Identity) -> bool:
+    ready = rank.ready
+    return (
+        ready.config_digest == identity.config_digest
+        and ready.quantization == identity.quantization
+        and (ready.boundaries, ready.hidden_size, ready.dtype, ready.last_kind)
+        == (identity.boundaries, identity.hidden_size, identity.dtype, identity.last_kind)
+    )

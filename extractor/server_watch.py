@@ -1,0 +1,171 @@
+"""Edge: whose turn it is to send, by how the server does; and when to give the server up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from extractor.breaker import Breaker
+from extractor.budget import Budget
+from extractor.client import Client
+from extractor.errors import ServerGone, ServerLost, SpaceError
+from extractor.preflight import PROBE_TIMEOUT_S, PROBE_TOKENS, Target, probe_request
+from extractor.retry import Failure, RetryPolicy
+from extractor.verify import ReplyFacts, check_reply
+from extractor.writers import is_alive
+
+#: A server that answers nothing for this long is taken for dead although its process lives.
+GONE_AFTER_S = 30.0
+#: One that answers but serves nothing (refusals, errors, time-outs) gets longer to recover.
+USELESS_AFTER_S = 600.0
+#: Refusals of every prompt for so long are checked with a probe.
+TRIAL_AFTER_S = 30.0
+#: So long a dump root that somebody else filled may stay full.
+SPACE_PATIENCE_S = 60.0
+ALIVE_INTERVAL_S = 0.5
+RESTART_ADVICE = "Restart it and run the same command again; nothing stored is sent twice."
+
+
+class ServerWatch:
+    """Gives requests their turn, at most `max_requests` at once, and learns from their replies."""
+
+    def __init__(self, *, client: Client, target: Target, run_id: str, max_requests: int) -> None:
+        self._client = client
+        self._target = target
+        self._run_id = run_id
+        self._breaker = Breaker(
+            max_requests=max_requests, gone_after_s=GONE_AFTER_S, useless_after_s=USELESS_AFTER_S
+        )
+        self._turns = Budget(max_requests)
+        self._is_closed = asyncio.Event()  # the circuit: prompts may be sent
+        self._is_closed.set()
+        self._has_opened = asyncio.Event()
+        self._last_trouble = ""
+        self._space_trouble: str | None = None
+        self._space_trouble_since = 0.0
+        self.num_served = 0  # requests answered with what was asked for, probes included
+        #: Whether the server was found dead, with whatever it had not answered.
+        self.is_lost = False
+
+    @property
+    def limit(self) -> int:
+        """Requests that may be in flight now."""
+        return self._breaker.limit
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait for a turn to send one prompt, and hold it. Raises ServerGone."""
+        while True:
+            await self._is_closed.wait()
+            async with self._turns.hold(1):
+                if self._is_closed.is_set():
+                    if self._breaker.is_gone:
+                        # Another server may have taken the address since, which was never proven.
+                        self._require_alive()
+                    yield
+                    return
+
+    def note(self, outcome: ReplyFacts | Failure, *, sent_at: float) -> None:
+        """Learn from how a request ended; `sent_at` in the loop's time."""
+        now = asyncio.get_running_loop().time()
+        if not isinstance(outcome, Failure):
+            self._breaker.served(now=now)
+            self.num_served += 1
+        else:
+            if outcome.is_busy:
+                self._breaker.refused(now=now, sent_at=sent_at)
+            elif outcome.is_unserved:
+                self._breaker.unserved(now=now, is_gone=outcome.is_transport)
+            else:
+                self._breaker.served(now=now)  # it refused this prompt, as is its business
+            self._last_trouble = outcome.detail
+        self._turns.resize(self._breaker.limit)
+        if self._breaker.is_open:
+            self._is_closed.clear()
+            self._has_opened.set()
+
+    def note_space(self, problem: str | None) -> None:
+        """Learn whether the last dump found no room under the dump root."""
+        if problem is None:
+            self._space_trouble = None
+        elif self._space_trouble is None:
+            self._space_trouble = problem
+            self._space_trouble_since = asyncio.get_running_loop().time()
+
+    async def run(self) -> None:
+        """Watch until cancelled. Raises ServerLost, SpaceError."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch(), name="server-alive")
+            tasks.create_task(self._try_again_and_again(), name="server-trial")
+
+    async def _watch(self) -> None:
+        while True:
+            now = asyncio.get_running_loop().time()
+            self._require_alive()
+            if self._breaker.is_hopeless(now=now):
+                raise self._given_up(now)
+            if self._space_trouble and now - self._space_trouble_since > SPACE_PATIENCE_S:
+                raise SpaceError(
+                    f"{self._space_trouble} Nothing is lost: free space (`extractor doctor` lists "
+                    "leftovers) and run the same command again."
+                )
+            await asyncio.sleep(ALIVE_INTERVAL_S)
+
+    def _require_alive(self) -> None:
+        for rank in self._target.ranks:
+            if not is_alive(rank.ready):
+                self.is_lost = True
+                raise ServerGone(
+                    f"the server at {self._client.url} died: its process {rank.ready.pid} "
+                    f"is gone. {RESTART_ADVICE}"
+                )
+
+    def _given_up(self, now: float) -> ServerLost:
+        trouble = f"{self._breaker.trouble_s(now=now):.0f} s (last: {self._last_trouble})"
+        if self._breaker.is_gone:
+            self.is_lost = True
+            return ServerGone(
+                f"the server at {self._client.url} has not answered for {trouble}. {RESTART_ADVICE}"
+            )
+        return ServerLost(
+            f"the server at {self._client.url} answers, but has served nothing for {trouble}. "
+            "See its log; the same command goes on."
+        )
+
+    async def _try_again_and_again(self) -> None:
+        """While prompts fail, and no other tells whose fault that is, send a known good one."""
+        policy = RetryPolicy(max_attempts=1, max_delay_s=15.0)
+        setback = 0
+        while True:
+            now = asyncio.get_running_loop().time()
+            if self._breaker.is_open or self._breaker.trouble_s(now=now) > TRIAL_AFTER_S:
+                setback += 1
+                await asyncio.sleep(policy.delay_s(setback, chance=random.random()))
+                await self._try()
+            else:
+                setback = 0
+                self._is_closed.set()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ALIVE_INTERVAL_S):
+                        await self._has_opened.wait()
+                self._has_opened.clear()
+
+    async def _try(self) -> None:
+        loop = asyncio.get_running_loop()
+        request = probe_request(self._run_id, vocab_size=self._target.limits.vocab_size)
+        sent_at = loop.time()
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                reply = await self._client.generate(request)
+        except TimeoutError:
+            await self._client.abort(request.rid)
+            detail = f"no answer to a probe in {PROBE_TIMEOUT_S:.0f} s"
+            self._breaker.unserved(now=loop.time())
+            self._last_trouble = detail
+            return
+        if not isinstance(reply, Failure):
+            failure = check_reply(reply, num_tokens=PROBE_TOKENS)
+            reply = reply if failure is None else failure
+        self.note(reply, sent_at=sent_at)

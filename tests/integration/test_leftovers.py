@@ -1,0 +1,132 @@
+"""What dead servers left: removed by ownership, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extractor.doctor import examine
+from extractor.leftovers import Journal, find_leftovers, remove_leftovers, remove_useless
+from extractor.testing import FakeServer
+from server_patch.dump_format import READY_NAME, decode_ready, encode_ready
+
+
+async def announced(dump_root: Path, *, num_dumps: int = 0, **changes: object) -> Path:
+    """The directory of a server, with its dumps and another READY.json."""
+    server = FakeServer(dump_root)
+    async with server.running():
+        for number in range(num_dumps):
+            server.dump(f"xtr-run-session-{number}-1", np.arange(4, dtype=np.int32))
+        path = server.directory / READY_NAME
+        path.write_bytes(encode_ready(replace(decode_ready(path.read_bytes()), **changes)))  # type: ignore[arg-type]
+    return server.directory
+
+
+DEAD = {"pid_start_ticks": 1}
+FOREIGN = {"pid_start_ticks": 1, "pid_namespace": "pid:[1]"}
+
+
+async def test_only_what_dead_servers_left_is_removed(dump_root: Path) -> None:
+    alive = await announced(dump_root, num_dumps=2)
+    dead = await announced(dump_root, num_dumps=3, **DEAD)
+    foreign = await announced(dump_root, num_dumps=1, **FOREIGN)
+    starting = dump_root / "boot" / "0"
+    starting.mkdir(parents=True)
+    (starting / ".tmp-READY.json").write_bytes(b"")
+    found = {leftover.path: leftover for leftover in find_leftovers(dump_root)}
+    assert set(found) == {dead, starting}
+    assert "3 dumps" in found[dead].what
+    assert found[dead].size_bytes > 3 * 200
+    assert "by hand" in found[starting].what
+    assert [leftover.path for leftover in remove_leftovers(dump_root)] == [dead]
+    assert not dead.parent.exists()
+    assert len(list(alive.iterdir())) == 3
+    assert len(list(foreign.iterdir())) == 2
+    assert starting.exists()
+
+
+async def test_a_new_server_leaves_dumps_that_a_run_may_adopt(dump_root: Path) -> None:
+    full = await announced(dump_root, num_dumps=1, **DEAD)
+    empty = await announced(dump_root, **DEAD)
+    remove_useless(dump_root)
+    assert full.exists()
+    assert not empty.parent.exists()
+
+
+@pytest.mark.parametrize(("pid", "is_left"), [(os.getpid(), False), (2**22 + 1, True)])
+def test_a_plugin_that_gave_up_is_cleaned_behind_when_its_server_is_dead(
+    dump_root: Path, pid: int, is_left: bool
+) -> None:
+    directory = dump_root / "boot" / "0"
+    directory.mkdir(parents=True)
+    (directory / "FAILED.json").write_text(json.dumps({"reason": "r", "pid": pid}))
+    assert [leftover.is_removable for leftover in find_leftovers(dump_root)] == [True] * is_left
+
+
+@pytest.fixture
+def shared_file() -> Iterator[Path]:
+    """A file in /dev/shm of a name that SGLang gives."""
+    path = Path("/dev/shm") / f"sgl_shm_mq_{secrets.token_hex(8)}"
+    path.write_bytes(b"x" * 1000)
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_shared_memory_of_a_killed_serve_is_known_by_its_journal(
+    dump_root: Path, shared_file: Path
+) -> None:
+    journal = Journal.of(os.getpid(), {shared_file.stat().st_ino})
+    assert journal is not None
+    journal.write(dump_root, "boot")
+    assert find_leftovers(dump_root) == []  # its server is alive
+    replace(journal, pid_namespace="pid:[1]", pid_start_ticks=1).write(dump_root, "boot")
+    assert find_leftovers(dump_root) == []  # nor can this one be called dead
+    replace(journal, pid_start_ticks=1).write(dump_root, "boot")
+    (leftover,) = find_leftovers(dump_root)
+    assert (leftover.size_bytes, leftover.is_removable) == (1000, True)
+    remove_leftovers(dump_root)
+    assert not shared_file.exists()
+    assert list(dump_root.iterdir()) == []
+
+
+def test_a_file_that_took_the_name_since_is_left_alone(dump_root: Path, shared_file: Path) -> None:
+    journal = Journal.of(os.getpid(), {shared_file.stat().st_ino + 10**6})
+    assert journal is not None
+    replace(journal, pid_start_ticks=1).write(dump_root, "boot")
+    remove_leftovers(dump_root)
+    assert shared_file.exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "x"}', "[" * 100_000])
+def test_a_journal_that_cannot_be_read_is_listed_and_left(dump_root: Path, text: str) -> None:
+    path = Journal.path(dump_root, "boot")
+    path.write_text(text)
+    (leftover,) = find_leftovers(dump_root)
+    assert not leftover.is_removable
+    assert remove_leftovers(dump_root) == []
+    assert path.exists()
+
+
+@pytest.mark.parametrize("clean", [False, True])
+async def test_doctor_lists_leftovers_and_removes_them_when_asked(
+    tmp_path: Path, dump_root: Path, clean: bool
+) -> None:
+    dead = await announced(dump_root, num_dumps=1, **DEAD)
+    lines = [
+        check
+        async for check in examine(
+            url="http://127.0.0.1:9", dump_root=dump_root, out=tmp_path / "out", server_wait_s=0,
+            clean=clean,
+        )
+    ]  # fmt: skip
+    (check,) = (check for check in lines if check.name == "leftovers")
+    assert str(dead) in str(check)
+    assert (check.problem is None) == clean
+    assert dead.exists() != clean

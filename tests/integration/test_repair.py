@@ -1,0 +1,106 @@
+"""`verify --repair`: what is proven stays, the rest is planned again."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from helpers import (
+    Notes,
+    assert_whole,
+    make_prompts,
+    options_for,
+    read_samples,
+    rows_of,
+    write_prompts,
+)
+
+from extractor.audit import audit
+from extractor.config import MANIFEST_NAME
+from extractor.errors import CorruptData, OutputBusy
+from extractor.lock import exclusive
+from extractor.repair import Repair, audit_and_repair
+from extractor.run import run
+from extractor.testing import FakeServer
+from manifest.states import State
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+PROMPTS = make_prompts(20, shortest=20)
+
+
+@pytest.fixture
+async def out(tmp_path: Path, dump_root: Path, notes: Notes) -> Path:
+    """A finished data set of several shards."""
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", PROMPTS)
+        await run(options_for(server, path, tmp_path / "out", shard_bytes=40_000), notes)
+    return tmp_path / "out"
+
+
+def shards(out: Path) -> list[Path]:
+    return sorted((out / "shards").iterdir())
+
+
+def flip_last_byte(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_a_sound_data_set_is_left_as_it_is(out: Path) -> None:
+    before = {path: path.read_bytes() for path in shards(out)}
+    found, repair = audit_and_repair(out)
+    assert found.is_clean
+    assert repair == Repair(shards=0, kept=0, planned=0)
+    assert {path: path.read_bytes() for path in shards(out)} == before
+
+
+def test_only_the_damaged_sample_is_planned_again(out: Path) -> None:
+    before = read_samples(out)
+    flip_last_byte(shards(out)[0])
+    found, repair = audit_and_repair(out)
+    assert not found.is_clean
+    planned = [row.ordinal for row in rows_of(out) if row.state is State.PLANNED]
+    assert (repair.shards, repair.planned, len(planned)) == (1, 1, 1)
+    del before[planned[0]]
+    assert {n: s.digest for n, s in read_samples(out).items()} == {
+        n: s.digest for n, s in before.items()
+    }
+    assert {finding.kind.value for finding in audit(out).findings} == {"row_unfinished"}
+
+
+async def test_an_open_shard_waits_for_the_run_that_seals_it(
+    out: Path, tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    sealed = shards(out)[1]
+    name = sealed.name
+    sealed.rename(sealed.with_name(f".{sealed.stem}.open"))
+    database = sqlite3.connect(out / MANIFEST_NAME)
+    database.execute("UPDATE shards SET is_sealed = 0, digest = NULL WHERE name = ?", (name,))
+    database.commit()
+    database.close()
+    data = bytearray(sealed.with_name(f".{sealed.stem}.open").read_bytes())
+    data[-8000] ^= 1
+    sealed.with_name(f".{sealed.stem}.open").write_bytes(data)
+    _, repair = audit_and_repair(out)
+    assert repair.shards == 0
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, tmp_path / "p.jsonl", out, shard_bytes=40_000)
+        await run(options, notes)
+        assert audit_and_repair(out)[1].planned == 1
+        await run(options, notes)
+    assert_whole(out, PROMPTS)
+
+
+def test_a_data_set_that_is_being_written_is_not_repaired(out: Path) -> None:
+    with exclusive(out), pytest.raises(OutputBusy):
+        audit_and_repair(out)
+
+
+def test_a_damaged_manifest_cannot_be_repaired_from_itself(out: Path) -> None:
+    database = sqlite3.connect(out / MANIFEST_NAME)
+    database.execute("UPDATE tallies SET num_rows = num_rows + 1")
+    database.commit()
+    database.close()
+    with pytest.raises(CorruptData, match="Restore it from a copy"):
+        audit_and_repair(out)

@@ -1,0 +1,241 @@
+"""The real store against a model of a few lines: any sequence of changes, closing and opening."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from manifest.records import (
+    Failed,
+    Forgotten,
+    Moved,
+    Planned,
+    Rejected,
+    Relocated,
+    Shard,
+    Source,
+    Stored,
+)
+from manifest.states import TRANSITIONS, Event, IllegalTransition, Reason, State
+from manifest.store import Store
+
+ROWS = 6
+SIZE = 100
+REASONS = st.sampled_from([Reason.CACHED, Reason.NONFINITE, Reason.KILLS_SERVER])
+
+
+@dataclass
+class Known:
+    """What the model knows of one row."""
+
+    state: State
+    num_tokens: int | None
+    reason: Reason | None = None
+    attempts: int = 0
+    deaths: int = 0
+    place: tuple[int, int] | None = None  # shard, offset
+    has_key: bool = True
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Every change that the table allows is made, every other one refused and without effect."""
+
+    @initialize()
+    def open(self) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        self.path = Path(self._directory.name) / "m.sqlite"
+        self.rows: dict[int, Known] = {}
+        self.sealed = {0: False, 1: False}
+        self.next_offset = 4096
+        self.store = Store.create_or_open(self.path)
+        source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=ROWS)
+        self.store.begin({"model": "m"}, [source])
+        for number in self.sealed:
+            self.store.add_shard(
+                Shard(number=number, name=f"s{number}", data_start=4096, is_sealed=False,
+                      size_bytes=4096, num_samples=0)
+            )  # fmt: skip
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            self._directory.cleanup()
+
+    def change(self, change: Any, *, is_allowed: bool) -> bool:
+        try:
+            self.store.apply([change])
+        except IllegalTransition:
+            assert not is_allowed, change
+            return False
+        assert is_allowed, change
+        return True
+
+    def after(self, ordinal: int, event: Event) -> State | None:
+        known = self.rows.get(ordinal)
+        return None if known is None else TRANSITIONS[known.state].get(event)
+
+    @rule(ordinal=st.integers(0, ROWS - 1), num_tokens=st.integers(1, 9))
+    def plan(self, ordinal: int, num_tokens: int) -> None:
+        known = self.rows.get(ordinal)
+        change = Planned(ordinal=ordinal, source=0, line=1, label=None, key=f"k{num_tokens}",
+                         num_tokens=num_tokens, num_trained=num_tokens % 2)  # fmt: skip
+        if self.change(change, is_allowed=known is None or not known.state.is_terminal):
+            known = self.rows.setdefault(ordinal, Known(State.PLANNED, num_tokens))
+            known.state, known.num_tokens, known.has_key = State.PLANNED, num_tokens, True
+
+    @rule(ordinal=st.integers(0, ROWS - 1))
+    def reject(self, ordinal: int) -> None:
+        known = self.rows.get(ordinal)
+        change = Rejected(ordinal=ordinal, source=0, line=1, label=None, reason=Reason.BAD_JSON,
+                          detail="")  # fmt: skip
+        if self.change(change, is_allowed=known is None or not known.state.is_terminal):
+            known = self.rows.setdefault(ordinal, Known(State.FAILED, None, has_key=False))
+            known.state, known.reason = State.FAILED, Reason.BAD_JSON
+
+    @rule(
+        ordinal=st.integers(0, ROWS - 1),
+        event=st.sampled_from(
+            [Event.SEND, Event.DUMP, Event.ADOPT, Event.VERIFY, Event.RETRY, Event.LOSE]
+        ),
+    )
+    def move(self, ordinal: int, event: Event) -> None:
+        after = self.after(ordinal, event)
+        attempts = self.rows[ordinal].attempts + 1 if ordinal in self.rows else 1
+        change = Moved(ordinal=ordinal, event=event, attempts=attempts)
+        if self.change(change, is_allowed=after is not None):
+            assert after is not None
+            known = self.rows[ordinal]
+            known.state, known.attempts = after, attempts
+            known.deaths += event is Event.LOSE
+
+    @rule(ordinal=st.integers(0, ROWS - 1), shard=st.sampled_from([0, 1]))
+    def store_sample(self, ordinal: int, shard: int) -> None:
+        known = self.rows.get(ordinal)
+        is_allowed = self.after(ordinal, Event.STORE) is not None
+        if known is not None and not known.has_key:
+            return  # a row that gave no prompt is planned again before anything else
+        change = Stored(ordinal=ordinal, shard=shard, offset=self.next_offset, size_bytes=SIZE,
+                        digest="x", num_pieces=1)  # fmt: skip
+        if self.change(change, is_allowed=is_allowed):
+            assert known is not None
+            known.state, known.place = State.STORED, (shard, self.next_offset)
+            self.next_offset += SIZE
+
+    @rule(ordinal=st.integers(0, ROWS - 1), shard=st.sampled_from([0, 1]))
+    def relocate(self, ordinal: int, shard: int) -> None:
+        change = Relocated(ordinal=ordinal, shard=shard, offset=self.next_offset)
+        if self.change(change, is_allowed=self.after(ordinal, Event.MOVE) is not None):
+            self.rows[ordinal].place = (shard, self.next_offset)
+            self.next_offset += SIZE
+
+    @rule(ordinal=st.integers(0, ROWS - 1), reason=REASONS)
+    def fail(self, ordinal: int, reason: Reason) -> None:
+        attempts = self.rows[ordinal].attempts if ordinal in self.rows else 0
+        change = Failed(ordinal=ordinal, reason=reason, detail="", attempts=attempts)
+        if self.change(change, is_allowed=self.after(ordinal, Event.FAIL) is not None):
+            self.rows[ordinal].state, self.rows[ordinal].reason = State.FAILED, reason
+
+    @rule(ordinal=st.integers(0, ROWS - 1))
+    def forget(self, ordinal: int) -> None:
+        change = Forgotten(ordinal=ordinal)
+        if self.change(change, is_allowed=self.after(ordinal, Event.FORGET) is not None):
+            self.rows[ordinal].state, self.rows[ordinal].place = State.PLANNED, None
+
+    @rule(ordinal=st.integers(0, ROWS - 1))
+    @precondition(lambda self: any(row.place for row in self.rows.values()))
+    def lose_bytes(self, ordinal: int) -> None:
+        known = self.rows.get(ordinal)
+        if known is None or known.place is None:
+            return
+        self.sealed[known.place[0]] = False
+        self.store.forget_stored([ordinal])
+        known.state, known.place = State.PLANNED, None
+
+    @rule(number=st.sampled_from([0, 1]))
+    def seal(self, number: int) -> None:
+        self.store.seal_shard(number, "d")
+        self.sealed[number] = True
+
+    @rule()
+    def reopen_unfinished(self) -> None:
+        """As every session begins."""
+        moved = [
+            row
+            for row in self.rows.values()
+            if not row.state.is_terminal and row.state is not State.PLANNED
+        ]
+        assert self.store.reopen_unfinished() == len(moved)
+        for row in moved:
+            row.state = State.PLANNED
+
+    @rule()
+    def reopen_failed(self) -> None:
+        failed = [row for row in self.rows.values() if row.state is State.FAILED]
+        assert self.store.reopen_failed() == len(failed)
+        for row in failed:
+            row.state, row.reason, row.deaths = State.PLANNED, None, 0
+
+    @rule()
+    def close_and_open(self) -> None:
+        self.store.close()
+        self.store = Store.create_or_open(self.path)
+
+    @invariant()
+    def rows_are_as_the_model_has_them(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        found = {row.ordinal: row for row in self.store.rows()}
+        assert {
+            n: (row.state, row.reason, row.attempts, row.num_tokens, row.shard, row.offset)
+            for n, row in found.items()
+        } == {
+            n: (row.state, row.reason, row.attempts, row.num_tokens, *(row.place or (None, None)))
+            for n, row in self.rows.items()
+        }
+
+    @invariant()
+    def every_count_is_that_of_the_rows(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        rows = self.rows.values()
+        totals = self.store.totals()
+        assert totals.by_state == Counter(row.state for row in rows)
+        assert totals.by_reason == Counter(row.reason for row in rows if row.reason)
+        stored = [row for row in rows if row.state is State.STORED]
+        assert totals.stored_tokens == sum(row.num_tokens or 0 for row in stored)
+        assert totals.stored_bytes == SIZE * len(stored)
+        assert self.store.integrity_problems() == []
+        settled = {n for begin, end in self.store.settled_ranges() for n in range(begin, end)}
+        assert settled == {n for n, row in self.rows.items() if row.state.is_terminal}
+        unfinished = {n: row for n, row in self.rows.items() if not row.state.is_terminal}
+        assert self.store.attempts() == {n: r.attempts for n, r in unfinished.items() if r.attempts}
+        assert self.store.suspects() == {n: r.deaths for n, r in unfinished.items() if r.deaths}
+
+    @invariant()
+    def shards_end_where_their_samples_do(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for shard in self.store.shards():
+            places = [row.place for row in self.rows.values() if row.place]
+            offsets = [offset for number, offset in places if number == shard.number]
+            assert shard.num_samples == len(offsets)
+            assert shard.size_bytes == max((end + SIZE for end in offsets), default=4096)
+            assert shard.is_sealed == self.sealed[shard.number]
+            assert len(self.store.shard_rows(shard.number)) == len(offsets)
+
+
+StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStoreMachine = StoreMachine.TestCase
