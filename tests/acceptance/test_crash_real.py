@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -87,6 +88,9 @@ def test_a_server_that_is_killed_and_started_again_ends_as_an_undisturbed_one(
         with real_server(tmp_path, root=root, port=port) as server:
             process = tool.start_run(path, out, server)
             kill_moment(process, out, 10, server)
+            (ready,) = root.glob("*/*/READY.json")
+            modes = [stat.S_IMODE(p.stat().st_mode) for p in (ready, *ready.parents[:2])]
+            assert modes == [0o600, 0o700, 0o700]
             server.kill()
             _, errors = process.communicate(timeout=120)
             assert process.returncode == 3, errors
