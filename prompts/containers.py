@@ -154,7 +154,8 @@ def _elements(
 ) -> Iterator[NumberedRow]:
     number = 0
     try:
-        for element in ijson.items(stream, "item", buf_size=CHUNK_BYTES, use_float=True):
+        # Not with `use_float`: one number beyond 64 bits would then end the whole file.
+        for element in ijson.items(stream, "item", buf_size=CHUNK_BYTES):
             number += 1
             yield number, None if skip(number - 1) else _as_json(element)
     except ijson.JSONError as exc:
@@ -167,7 +168,7 @@ def _elements(
 
 def _as_json(element: object) -> bytes:
     try:
-        return orjson.dumps(element)
+        return orjson.dumps(element, default=float)  # a Decimal, as ijson reads fractions
     except TypeError:  # a number beyond 64 bits, or half a surrogate pair: bad in a line as well
         return b"\x00"
 

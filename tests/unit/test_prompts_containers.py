@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from prompts import compression
 from prompts.containers import open_container
+from prompts.dialects import decode_row
 from prompts.inputs import read_rows, scan_inputs
 from prompts.paths import find_files, spool
-from prompts.types import InputError
+from prompts.types import InputError, RowError, RowReason
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -212,6 +213,16 @@ def test_memory_does_not_grow_with_the_file(
 
     peak_bytes(10)  # imports
     assert peak_bytes(12_000) < peak_bytes(3_000) + (2 << 20)  # the files: 6 MB and 1.5 MB
+
+
+def test_a_number_beyond_64_bits_costs_its_row_and_not_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text('[{"id": 1.5}, {"id": 123456789012345678901234567890}, {"id": 3}]')
+    rows = list(read_rows(scan_inputs([path])))
+    assert [orjson.loads(row.data) for row in (rows[0], rows[2])] == [{"id": 1.5}, {"id": 3}]
+    with pytest.raises(RowError) as caught:
+        decode_row(rows[1].data)
+    assert caught.value.reason == RowReason.BAD_JSON
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
