@@ -1,0 +1,210 @@
+"""`extractor run`: the main job, and its dry run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extractor.config import DEFAULT_OUT, DEFAULT_SERVER_URL, DEFAULT_SHARD_BYTES, RunOptions
+from extractor.dry_run import dry_run as dry_run_of
+from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
+from extractor.errors import UsageError
+from extractor.options import (
+    BYTES,
+    DUMP_DIR_OPTION,
+    LAST_OPTION,
+    LAYERS_OPTION,
+    SERVER_HELP,
+    SGLANG_ARGUMENTS,
+    PassingCommand,
+)
+from extractor.progress import reporter_for
+from extractor.prompt_options import policy_from, policy_options, reading_from, reading_options
+from extractor.run import RunSummary, run
+from extractor.serve import free_port, running_server, server_answers
+from extractor.terminal import print_json, run_async
+
+
+@click.command("run", cls=PassingCommand)
+@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_OUT,
+    show_default=True,
+    help="Directory of the data set. An unfinished one is resumed.",
+)
+@click.option(
+    "--server",
+    "server_url",
+    default=None,
+    metavar="URL",
+    help=f"{SERVER_HELP}  [default: {DEFAULT_SERVER_URL}]",
+)
+@click.option(
+    "--model",
+    default=None,
+    metavar="PATH",
+    help="When no server answers, start one with this model and stop it at the end. "
+    "SGLang's own arguments go after --.",
+)
+@DUMP_DIR_OPTION
+@LAYERS_OPTION
+@LAST_OPTION
+@click.option(
+    "--tokenizer",
+    default=None,
+    metavar="PATH",
+    help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Requests in flight.",
+)
+@click.option(
+    "--shm-budget",
+    "shm_budget_bytes",
+    type=BYTES,
+    default=None,
+    help="Most bytes of dumps at a time.  [default: half of what is free]",
+)
+@click.option(
+    "--shard-size",
+    "shard_bytes",
+    type=BYTES,
+    default=DEFAULT_SHARD_BYTES,
+    show_default="4GiB",
+    help="A shard is sealed before it grows beyond this.",
+)
+@click.option(
+    "--movers",
+    "num_movers",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Threads that copy dumps to shards.  [default: a quarter of the cores, 1 to 8]",
+)
+@click.option(
+    "--max-attempts",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Requests for one prompt before it is given up.",
+)
+@click.option(
+    "--request-timeout",
+    "request_timeout_s",
+    type=float,
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From sending a prompt to its answer.",
+)
+@click.option(
+    "--dump-timeout",
+    "dump_timeout_s",
+    type=float,
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="From the answer to the last piece of the dump.",
+)
+@click.option(
+    "--server-wait",
+    "server_wait_s",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a server may take to come up, or to come back when it dies.",
+)
+@click.option(
+    "--retry-failed", is_flag=True, help="Try again the rows that an earlier session gave up."
+)
+@reading_options
+@policy_options
+@click.option(
+    "--tokenizer-workers",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Processes that tokenise; 0 for none.  [default: a quarter of the cores, 1 to 8, for "
+    "5,000 rows and more]",
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Tokenise and count; tell bytes, files, time; write nothing."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.pass_context
+def run_command(
+    context: click.Context,
+    /,
+    prompts: tuple[Path, ...],
+    server_url: str | None,
+    model: str | None,
+    layers: str | None,
+    last_kind: str | None,
+    num_movers: int | None,
+    dry_run: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Extract the hidden states of PROMPTS. The same command again resumes.
+
+    PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, told by
+    their content; patterns; directories of Hugging Face data sets; or - for standard input.
+    """
+    arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
+    options = RunOptions(
+        prompts=prompts,
+        server_url=DEFAULT_SERVER_URL if server_url is None else server_url,
+        model=model,
+        layers=layers,
+        last_kind=last_kind,
+        num_movers=num_movers or min(8, max(1, (os.cpu_count() or 1) // 4)),
+        reading=reading_from(values),
+        policy=policy_from(values),
+        **values,
+    )
+    if dry_run:
+        result = run_async(dry_run_of(options, reporter_for()))
+        if as_json:
+            print_json(result.to_document())
+        else:
+            click.echo(result.to_text())
+        return
+    serve_options = None
+    if model is not None:
+        serve_options = ServeOptions(
+            model=model,
+            port=free_port(),
+            dump_root=options.dump_root,
+            layers=layers or DEFAULT_LAYERS,
+            last_kind=last_kind or DEFAULT_LAST_KIND,
+            arguments=arguments,
+        )
+    elif arguments:
+        raise UsageError("arguments after -- are for a server that --model starts")
+    summary = run_async(_run(options, serve_options, is_named=server_url is not None))
+    if as_json:
+        print_json(summary.to_document(options.out))
+    else:
+        click.echo(summary.to_text(options.out))
+    if summary.num_failed:
+        context.exit(1)
+
+
+async def _run(
+    options: RunOptions, serve_options: ServeOptions | None, *, is_named: bool
+) -> RunSummary:
+    reporter = reporter_for()
+    if serve_options is None or await server_answers(options.server_url):
+        return await run(options, reporter)
+    if is_named:
+        reporter.note(f"no server answers at {options.server_url}; starting one of our own")
+    async with running_server(serve_options, note=reporter.note) as server:
+        return await run(options.with_server(server.url), reporter)

@@ -1,0 +1,62 @@
+"""`extractor show`: one row as the model will see it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extractor.config import DEFAULT_SERVER_URL, require_url
+from extractor.prompt_options import reading_from, reading_options
+from extractor.show import renderer_for, server_tokenizer, show_row
+from extractor.terminal import print_json, run_async
+
+
+@click.command("show")
+@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--row",
+    "number",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Number of the row over all files, from 0: that of its sample.",
+)
+@click.option(
+    "--tokenizer",
+    default=None,
+    metavar="PATH",
+    help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
+)
+@click.option(
+    "--server",
+    "server_url",
+    default=DEFAULT_SERVER_URL,
+    show_default=True,
+    metavar="URL",
+    help="Server whose tokenizer to use.",
+)
+@reading_options
+@click.option("--ids", is_flag=True, help="Print the token ids, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def show_command(
+    prompts: tuple[Path, ...],
+    number: int,
+    tokenizer: str | None,
+    server_url: str,
+    ids: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Show a row of PROMPTS as the model will see it, with the trained tokens marked ⟦so⟧."""
+    reading = reading_from(values)
+    require_url(server_url)
+    if tokenizer is None:
+        tokenizer = run_async(server_tokenizer(server_url))
+    shown = show_row(prompts, renderer_for(tokenizer, reading), number)
+    if as_json:
+        print_json(shown.to_document())
+    else:
+        click.echo(shown.to_text(colours=sys.stdout.isatty(), ids=ids))

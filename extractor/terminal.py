@@ -1,0 +1,33 @@
+"""What commands say, and how they run: stdout is data, stderr is status."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import click
+import orjson
+
+from extractor.errors import Interrupted
+from extractor.signals import under_signals
+
+Result = TypeVar("Result")
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """On stdout."""
+    click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+
+
+def note(message: str) -> None:
+    """On stderr."""
+    click.echo(message, err=True)
+
+
+def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted."""
+    try:
+        return asyncio.run(under_signals(coroutine))
+    except asyncio.CancelledError:
+        raise Interrupted("interrupted") from None
