@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from extractor.config import DEFAULT_DUMP_ROOT, DEFAULT_OUT
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS
 from extractor.tables import parse_bytes
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class ByteSize(click.ParamType[int]):
@@ -79,3 +82,22 @@ LAST_OPTION = click.option(
     show_default=DEFAULT_LAST_KIND,
     help="Last state to keep: after the final norm, before it, or both.",
 )
+TOKENIZER_OPTION = click.option(
+    "--tokenizer",
+    default=None,
+    metavar="PATH",
+    help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
+)
+
+
+def seconds_option(name: str, *, default: float, help: str) -> Callable[[_Command], _Command]:
+    """An option --what-ever, handed on as `what_ever_s`."""
+    return click.option(
+        name,
+        f"{name.removeprefix('--').replace('-', '_')}_s",
+        type=float,
+        default=default,
+        show_default=True,
+        metavar="SECONDS",
+        help=help,
+    )

@@ -9,7 +9,7 @@ import click
 
 from extractor.config import DEFAULT_OUT, DEFAULT_SERVER_URL, require_url
 from extractor.doctor import examine
-from extractor.options import DUMP_DIR_OPTION, SERVER_HELP
+from extractor.options import DUMP_DIR_OPTION, SERVER_HELP, seconds_option
 from extractor.terminal import run_async
 
 
@@ -30,15 +30,7 @@ from extractor.terminal import run_async
     show_default=True,
     help="Directory that a run would write.",
 )
-@click.option(
-    "--server-wait",
-    "server_wait_s",
-    type=float,
-    default=0.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long a server may take to come up.",
-)
+@seconds_option("--server-wait", default=0.0, help="How long a server may take to come up.")
 @click.option(
     "--clean",
     is_flag=True,

@@ -19,7 +19,9 @@ from extractor.options import (
     LAYERS_OPTION,
     SERVER_HELP,
     SGLANG_ARGUMENTS,
+    TOKENIZER_OPTION,
     PassingCommand,
+    seconds_option,
 )
 from extractor.progress import reporter_for
 from extractor.prompt_options import policy_from, policy_options, reading_from, reading_options
@@ -54,12 +56,7 @@ from extractor.terminal import print_json, run_async
 @DUMP_DIR_OPTION
 @LAYERS_OPTION
 @LAST_OPTION
-@click.option(
-    "--tokenizer",
-    default=None,
-    metavar="PATH",
-    help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
-)
+@TOKENIZER_OPTION
 @click.option(
     "--concurrency",
     type=click.IntRange(min=1),
@@ -96,31 +93,13 @@ from extractor.terminal import print_json, run_async
     show_default=True,
     help="Requests for one prompt before it is given up.",
 )
-@click.option(
-    "--request-timeout",
-    "request_timeout_s",
-    type=float,
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="From sending a prompt to its answer.",
+@seconds_option("--request-timeout", default=600.0, help="From sending a prompt to its answer.")
+@seconds_option(
+    "--dump-timeout", default=60.0, help="From the answer to the last piece of the dump."
 )
-@click.option(
-    "--dump-timeout",
-    "dump_timeout_s",
-    type=float,
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="From the answer to the last piece of the dump.",
-)
-@click.option(
+@seconds_option(
     "--server-wait",
-    "server_wait_s",
-    type=float,
     default=0.0,
-    show_default=True,
-    metavar="SECONDS",
     help="How long a server may take to come up, or to come back when it dies.",
 )
 @click.option(

@@ -17,6 +17,7 @@ from extractor.options import (
     LAYERS_OPTION,
     SGLANG_ARGUMENTS,
     PassingCommand,
+    seconds_option,
 )
 from extractor.serve import free_port, running_server
 from extractor.terminal import note, run_async
@@ -70,15 +71,7 @@ from extractor.terminal import note, run_async
     default=None,
     help="Where the server's output goes.  [default: a temporary file]",
 )
-@click.option(
-    "--stall",
-    "stall_s",
-    type=float,
-    default=120.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Silence after which a stall is reported.",
-)
+@seconds_option("--stall", default=120.0, help="Silence after which a stall is reported.")
 @click.pass_context
 def serve_command(
     context: click.Context,

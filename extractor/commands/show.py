@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from extractor.config import DEFAULT_SERVER_URL, require_url
+from extractor.options import TOKENIZER_OPTION
 from extractor.prompt_options import reading_from, reading_options
 from extractor.show import renderer_for, server_tokenizer, show_row
 from extractor.terminal import print_json, run_async
@@ -24,12 +25,7 @@ from extractor.terminal import print_json, run_async
     show_default=True,
     help="Number of the row over all files, from 0: that of its sample.",
 )
-@click.option(
-    "--tokenizer",
-    default=None,
-    metavar="PATH",
-    help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
-)
+@TOKENIZER_OPTION
 @click.option(
     "--server",
     "server_url",
