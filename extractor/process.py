@@ -102,7 +102,7 @@ async def started(
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
     server = ServerProcess(process, log_path)
     try:
@@ -122,8 +122,11 @@ async def started(
             raise asyncio.CancelledError
 
 
-def _die_with_parent() -> None:
-    # Even a kill -9 of ours must not leave a server that holds the GPU.
+def die_with_parent() -> None:
+    """Run in a new process: it gets SIGTERM when the thread that started it ends.
+
+    Even a kill -9 of ours must not leave a server that holds the GPU.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

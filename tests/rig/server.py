@@ -12,7 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from extractor.process import descendants, remove_shared_memory, shared_memory_inodes
+from extractor.process import (
+    descendants,
+    die_with_parent,
+    remove_shared_memory,
+    shared_memory_inodes,
+)
 from extractor.serve import free_port
 
 from .env import RIG_PLUGINS, SERVER_ARGS, environment
@@ -73,6 +78,7 @@ def cpu_server(
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
+                preexec_fn=die_with_parent,
             )
         inodes: set[int] = set()
         try:
