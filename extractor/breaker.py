@@ -28,6 +28,15 @@ True
 >>> breaker.served(now=9.0); breaker.is_open, breaker.limit
 (False, 1)
 
+So do refusals of everything for `refused_open_s`: from then on the probe alone asks for room.
+
+>>> breaker = Breaker(max_requests=8)
+>>> breaker.refused(now=100.0, sent_at=99.0); breaker.refused(now=109.0, sent_at=108.0)
+>>> breaker.is_open
+False
+>>> breaker.refused(now=111.0, sent_at=110.0); breaker.is_open
+True
+
 **Patience.** A server that serves nothing is given up: after `gone_after_s` where nothing answers,
 after `useless_after_s` where it answers, but not with what was asked for.
 
@@ -52,6 +61,7 @@ class Breaker:
 
     max_requests: int  # in flight, when all is well
     trip_after: int = 8
+    refused_open_s: float = 10.0
     gone_after_s: float = 30.0
     useless_after_s: float = 600.0
     limit: int = field(init=False)  # requests in flight now
@@ -84,6 +94,8 @@ class Breaker:
         self._note_trouble(now, is_gone=False)
         if sent_at >= self._cut_at:
             self._cut(max(1, self.limit // 2), now)
+        if self.trouble_s(now=now) > self.refused_open_s:
+            self.is_open = True
 
     def unserved(self, *, now: float, is_gone: bool = False) -> None:
         """A request was not served. `is_gone`: there was not even an answer."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from extractor.errors import PluginError, ServerUnreachable
+from extractor.errors import PluginError, ServerUnreachable, UsageError
 from extractor.plan import Request
 from extractor.retry import Failure
 from extractor.verify import ReplyFacts
@@ -70,6 +70,8 @@ class Client:
     async def __aenter__(self) -> Self:
         headers = {}
         if key := os.environ.get(API_KEY_VARIABLE):
+            if not key.isascii() or not key.isprintable():
+                raise UsageError(f"{API_KEY_VARIABLE} holds what no header may: a line end?")
             headers["Authorization"] = f"Bearer {key}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
@@ -153,8 +155,10 @@ class Client:
         """Whether the server answers at all. Asks nothing of its model."""
         try:
             await self._get("/model_info", timeout_s=5.0)
-        except (ServerUnreachable, PluginError):
+        except ServerUnreachable:
             return False
+        except PluginError:
+            return True  # whatever it is: what it answers is told by `facts`
         return True
 
     async def is_healthy(self) -> bool:
@@ -175,8 +179,12 @@ class Client:
                 data = await response.read()
                 if response.status in (401, 403):
                     raise PluginError(
-                        f"{self.url}{path} answers {response.status}: it wants an API key. "
-                        f"Set {API_KEY_VARIABLE}."
+                        f"{self.url}{path} answers {response.status}: it wants "
+                        + (
+                            f"another API key than {API_KEY_VARIABLE} holds."
+                            if API_KEY_VARIABLE in os.environ
+                            else f"an API key. Set {API_KEY_VARIABLE}."
+                        )
                     )
                 if response.status == 503:
                     raise ServerUnreachable(f"{self.url} is starting or shutting down (503)")

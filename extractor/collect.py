@@ -16,8 +16,12 @@ from server_patch.dump_format import (
     decode_error,
     is_dump_name,
     is_error_name,
+    open_dump,
     read_header,
 )
+
+#: An error record is a few hundred bytes.
+MAX_ERROR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +77,13 @@ class DumpWatcher:
         return [(rank, arrival) for rank in self._ranks for arrival in self._poll(rank.directory)]
 
     def _poll(self, directory: Path) -> Iterator[Arrival]:
-        names = frozenset(
-            name for name in os.listdir(directory) if is_dump_name(name) or is_error_name(name)
-        )
+        with os.scandir(directory) as entries:
+            names = frozenset(
+                entry.name
+                for entry in entries
+                if (is_dump_name(entry.name) or is_error_name(entry.name))
+                and entry.is_file(follow_symlinks=False)  # the writer makes no other
+            )
         # Counters are never used twice by one writer, so a vanished name need not be remembered.
         new, self._seen[directory] = names - self._seen[directory], names
         for name in sorted(new):
@@ -87,7 +95,8 @@ class DumpWatcher:
 def _read(path: Path) -> Arrival | None:
     try:
         if is_error_name(path.name):
-            return ErrorFile(path=path, record=decode_error(path.read_bytes()))
+            with open(open_dump(path), "rb") as file:
+                return ErrorFile(path=path, record=decode_error(file.read(MAX_ERROR_BYTES)))
         return DumpFile(path, read_header(path))
     except FileNotFoundError:
         return None  # removed by its owner, another run on the same server

@@ -227,6 +227,8 @@ def require_url(url: str) -> None:
         is_good = False
     if not is_good:
         raise UsageError(f"--server {url!r}: write it as http://HOST:PORT")
+    if "@" in parts.netloc:  # not repeated: it may hold a password
+        raise UsageError("--server: no user or password in the address; EXTRACTOR_API_KEY is sent")
 
 
 def _shown(value: object) -> str:

@@ -16,6 +16,7 @@ from extractor.retry import Failure
 from extractor.verify import check_finite, check_ids
 from manifest.states import Reason
 from prompts.types import Prompt
+from server_patch.dump_format import DumpFormatError, open_dump
 
 #: Read, hashed, checked and written at a time: small enough to stay in a core's cache.
 BLOCK_BYTES = 1 << 20
@@ -114,7 +115,9 @@ class _opened:
     def __enter__(self) -> int:
         path = self._piece.handle.path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._descriptor = open_dump(path)
+        except DumpFormatError as error:
+            raise SampleFault(Failure(reason=Reason.DUMP_CORRUPT, detail=str(error))) from error
         except FileNotFoundError as error:
             raise SampleFault(
                 Failure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -45,8 +45,10 @@ class Exchange:
         run_id: str,
         layout: Layout,
         suspects: Mapping[int, int],
+        say: Callable[[str], None],
     ) -> None:
-        """`suspects`: prompts that a dying server had not answered -> how often."""
+        """`suspects`: prompts that a dying server had not answered -> how often. `say`: tells a
+        person what the run waits for."""
         self.collector = Collector(target.ranks, rid_prefix=rid_prefix(run_id))
         self.rids: set[str] = set()  # with the server now
         self._client = client
@@ -61,7 +63,11 @@ class Exchange:
         #: Prompts whose last request reached the server and had no answer -> number of attempts.
         self._unanswered: dict[int, int] = {}
         self.watch = ServerWatch(
-            client=client, target=target, run_id=run_id, max_requests=options.concurrency
+            client=client,
+            target=target,
+            run_id=run_id,
+            max_requests=options.concurrency,
+            say=say,
         )
 
     async def fetch(self, prompt: Prompt, attempt: int) -> Collected:

@@ -22,6 +22,7 @@ from extractor.errors import (
     ConfigMismatch,
     PluginError,
     ServerError,
+    ServerLost,
     ServerUnreachable,
     SpaceError,
     UsageError,
@@ -38,6 +39,8 @@ from server_patch import settings
 from server_patch.dump_format import READY_NAME, Ready
 
 PROBE_TIMEOUT_S = 60.0
+#: Before a probe that was refused is sent again.
+BUSY_PAUSE_S = 1.0
 PROBE_TOKENS = 5
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 NETWORK_FILE_SYSTEMS = (
@@ -180,10 +183,16 @@ def probe_request(run_id: str, *, vocab_size: int) -> Request:
 
 async def _probe(client: Client, target: Target, collector: Collector, request: Request) -> None:
     collected = collector.expect(request.rid, num_tokens=PROBE_TOKENS)
+    refused = ""
     watching = asyncio.create_task(collector.run(), name="probe-collector")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reply = await client.generate(request)
+            while isinstance(reply, Failure) and reply.is_busy:
+                refused = reply.detail
+                await asyncio.sleep(BUSY_PAUSE_S)
+                reply = await client.generate(request)
+            refused = ""
             failure = (
                 reply if isinstance(reply, Failure) else check_reply(reply, num_tokens=PROBE_TOKENS)
             )
@@ -195,6 +204,11 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
                 watching.result()  # raises what ended it
         outcome = collected.result()
     except TimeoutError:
+        if refused:
+            raise ServerLost(
+                f"the server at {client.url} refused the probe prompt for {PROBE_TIMEOUT_S:.0f} s "
+                f"(last: {refused}). Run the same command again when it has room."
+            ) from None
         raise PluginError(
             f"the server at {client.url} answered the probe prompt, but no dump of it arrived "
             f"under {target.ranks[0].directory} in {PROBE_TIMEOUT_S:.0f} s. Is the directory "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from extractor.breaker import Breaker
@@ -20,6 +20,8 @@ from extractor.writers import is_alive
 GONE_AFTER_S = 30.0
 #: One that answers but serves nothing (refusals, errors, time-outs) gets longer to recover.
 USELESS_AFTER_S = 600.0
+#: Refusals of every prompt for so long stop the sending of prompts.
+REFUSED_OPEN_S = 10.0
 #: Refusals of every prompt for so long are checked with a probe.
 TRIAL_AFTER_S = 30.0
 #: So long a dump root that somebody else filled may stay full.
@@ -31,12 +33,25 @@ RESTART_ADVICE = "Restart it and run the same command again; nothing stored is s
 class ServerWatch:
     """Gives requests their turn, at most `max_requests` at once, and learns from their replies."""
 
-    def __init__(self, *, client: Client, target: Target, run_id: str, max_requests: int) -> None:
+    def __init__(
+        self,
+        *,
+        client: Client,
+        target: Target,
+        run_id: str,
+        max_requests: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """say: tells a person what the run waits for."""
+        self._say = say
         self._client = client
         self._target = target
         self._run_id = run_id
         self._breaker = Breaker(
-            max_requests=max_requests, gone_after_s=GONE_AFTER_S, useless_after_s=USELESS_AFTER_S
+            max_requests=max_requests,
+            refused_open_s=REFUSED_OPEN_S,
+            gone_after_s=GONE_AFTER_S,
+            useless_after_s=USELESS_AFTER_S,
         )
         self._turns = Budget(max_requests)
         self._is_closed = asyncio.Event()  # the circuit: prompts may be sent
@@ -83,6 +98,11 @@ class ServerWatch:
             self._last_trouble = outcome.detail
         self._turns.resize(self._breaker.limit)
         if self._breaker.is_open:
+            if self._is_closed.is_set():
+                self._say(
+                    f"the server at {self._client.url} serves nothing (last: "
+                    f"{self._last_trouble}); prompts wait, and a probe goes on asking"
+                )
             self._is_closed.clear()
             self._has_opened.set()
 
@@ -146,6 +166,8 @@ class ServerWatch:
                 await self._try()
             else:
                 setback = 0
+                if not self._is_closed.is_set():
+                    self._say(f"the server at {self._client.url} serves again")
                 self._is_closed.set()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(ALIVE_INTERVAL_S):

@@ -87,6 +87,7 @@ class Session:
             run_id=state.run_id,
             layout=identity.layout,
             suspects=state.suspects,
+            say=reporter.note,
         )
         self._settings = shard_settings(options, identity)
         self._left = left

@@ -31,9 +31,11 @@ The header's `__metadata__` (strings, as safetensors demands) holds the fields o
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -297,9 +299,28 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
     return Dump(header=header, tensors=spans, size_bytes=file_bytes)
 
 
+def open_dump(path: Path) -> int:
+    """A descriptor to read a dump or an error record; the caller closes it.
+
+    What is no regular file is refused, not waited for or followed: anybody who may write to the
+    directory can put a pipe or a link there. Raises OSError, DumpFormatError.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise DumpFormatError(f"{path} is no regular file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DumpFormatError(f"{path} is no regular file")
+    return descriptor
+
+
 def read_header(path: Path) -> Dump:
     """Header of the dump at `path`. Raises OSError, DumpFormatError (naming the path)."""
-    with open(path, "rb", buffering=0) as file:
+    with open(open_dump(path), "rb", buffering=0) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         prefix = file.read(4096)
         if len(prefix) >= 8:

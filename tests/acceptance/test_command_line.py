@@ -35,6 +35,19 @@ def prompts_path(tmp_path: Path) -> Path:
     return write_prompts(tmp_path / "p.jsonl", make_prompts(12))
 
 
+def test_an_interrupt_while_the_command_is_still_being_imported_is_130(
+    tmp_path: Path,
+) -> None:
+    """The import takes a second: here Ctrl-C comes in the midst of it."""
+    (tmp_path / "tqdm.py").write_text("raise KeyboardInterrupt\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(
+        [shutil.which("extractor", path=Path(sys.executable).parent) or "extractor", "--help"],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
+
+
 # --- exit codes -------------------------------------------------------------------------------
 
 

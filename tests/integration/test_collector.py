@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from extractor.errors import PluginError
 from extractor.retry import Failure
 from extractor.testing import FakeServer, Fault
 from manifest.states import Reason
-from server_patch.dump_format import ErrorRecord, encode_error
+from server_patch.dump_format import DumpFormatError, ErrorRecord, encode_error, read_header
 
 RID = "xtr-run-session-0-1"
 
@@ -69,6 +70,22 @@ async def test_unreadable_files_and_error_records_are_told_apart(
     (server.directory / "0000000092.error.json").write_bytes(b"[]")
     arrived = [arrival for _, arrival in DumpWatcher([rank]).poll()]
     assert [type(arrival) for arrival in arrived] == [ErrorFile, BrokenFile, BrokenFile]
+
+
+async def test_what_is_no_regular_file_is_nobodys_dump(server: FakeServer, rank: Rank) -> None:
+    """A pipe must not be waited for, a link not be followed."""
+    directory = server.directory
+    os.mkfifo(directory / "0000000090.safetensors")
+    os.mkfifo(directory / "0000000091.error.json")
+    (directory / "0000000092.safetensors").mkdir()
+    server.dump(RID, ids(3))
+    (real,) = (path for path in directory.glob("*.safetensors") if path.is_file())
+    (directory / "0000000093.safetensors").symlink_to(real)
+    arrived = [arrival for _, arrival in DumpWatcher([rank]).poll()]
+    assert [arrival.path for arrival in arrived] == [real]
+    for name in ("0000000090.safetensors", "0000000092.safetensors", "0000000093.safetensors"):
+        with pytest.raises(DumpFormatError, match="no regular file"):
+            read_header(directory / name)
 
 
 # --- collector --------------------------------------------------------------------------------

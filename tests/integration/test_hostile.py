@@ -7,13 +7,15 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
 from hostile.make import HERE, REASONS, files
 
 from extractor.audit import audit
 from extractor.client import API_KEY_VARIABLE
 from extractor.collect import BrokenFile, DumpWatcher, Rank
-from extractor.errors import ServerError
+from extractor.config import RunOptions
+from extractor.errors import ExtractorError, ServerError, UsageError
 from extractor.repair import audit_and_repair
 from extractor.run import run
 from extractor.testing import FakeServer
@@ -121,6 +123,42 @@ class LockedServer(FakeServer):
     async def _generate(self, request):  # type: ignore[no-untyped-def]
         self.given.add(request.headers.get("Authorization"))
         return await super()._generate(request)
+
+
+class RefusingServer(FakeServer):
+    async def _model_info(self, request):  # type: ignore[no-untyped-def]
+        return web.Response(status=401)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        (None, f"answers 401: it wants an API key. Set {API_KEY_VARIABLE}"),
+        ("wrong", f"answers 401: it wants another API key than {API_KEY_VARIABLE} holds"),
+        ("with\nline", f"{API_KEY_VARIABLE} holds what no header may"),
+    ],
+)
+async def test_a_key_that_is_refused_is_told_from_a_server_that_is_not_there(
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str | None,
+    message: str,
+) -> None:
+    if key is not None:
+        monkeypatch.setenv(API_KEY_VARIABLE, key)
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(3))
+    async with RefusingServer(dump_root).running() as server:
+        with pytest.raises(ExtractorError) as caught:
+            await run(options_for(server, path, tmp_path / "out"), notes)
+    assert message in str(caught.value)
+
+
+def test_a_password_in_the_address_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no user or password") as caught:
+        RunOptions(prompts=(tmp_path,), server_url="http://me:hunter2@127.0.0.1:30000")
+    assert "hunter2" not in str(caught.value)
 
 
 async def test_the_api_key_goes_to_the_server_and_nowhere_else(

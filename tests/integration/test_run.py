@@ -27,6 +27,7 @@ from helpers import (
 )
 
 import extractor.mover
+import extractor.preflight
 import extractor.server_watch
 from extractor.config import Layout
 from extractor.errors import (
@@ -40,7 +41,7 @@ from extractor.errors import (
     first_known,
 )
 from extractor.lock import exclusive
-from extractor.plan import Limits, dump_bytes
+from extractor.plan import PROBE_SESSION, Limits, dump_bytes
 from extractor.run import RunSummary, run
 from extractor.testing import FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
@@ -412,6 +413,55 @@ async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it
         await run(options_for(server, path, tmp_path / "out"), notes)
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
+
+
+async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_told(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.2)
+    monkeypatch.setattr(extractor.server_watch, "TRIAL_AFTER_S", 0.1)
+    prompts = make_prompts(40)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    refused: list[str] = []
+
+    def busy_until_probed(number: int, rid: str) -> Fault | None:
+        if number < 10 or sum(PROBE_SESSION in rid for rid in refused) >= 2:
+            return None
+        refused.append(rid)
+        return Fault.BUSY
+
+    async with FakeServer(dump_root, faults=busy_until_probed).running() as server:
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert_whole(tmp_path / "out", prompts)
+    told = "\n".join(notes.messages)
+    assert "serves nothing (last: HTTP 503: queue is full); prompts wait" in told
+    assert "serves again" in told
+    first_probe = next(i for i, rid in enumerate(refused) if PROBE_SESSION in rid)
+    # What was on its way when the circuit opened may still be refused.
+    assert sum(PROBE_SESSION not in rid for rid in refused[first_probe:]) <= 64
+
+
+async def test_a_probe_that_is_refused_is_sent_again(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.preflight, "BUSY_PAUSE_S", 0.01)
+    prompts = make_prompts(3)
+    faults = faults_once(dict.fromkeys(range(3), Fault.BUSY))
+    async with FakeServer(dump_root, faults=faults).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_a_probe_that_is_refused_for_ever_ends_the_run(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.preflight, "BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(extractor.preflight, "PROBE_TIMEOUT_S", 0.2)
+    async with FakeServer(dump_root, faults=lambda number, rid: Fault.BUSY).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(3))
+        with pytest.raises(ServerLost, match=r"refused the probe prompt.*queue is full"):
+            await run(options_for(server, path, tmp_path / "out"), notes)
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,12 @@ def test_one_served_request_makes_up_for_everything(events: list[tuple[str, floa
 
 
 @given(outcomes)
-def test_refusals_alone_never_open_the_circuit(events: list[tuple[str, float]]) -> None:
+def test_refusals_open_the_circuit_when_nothing_is_served_for_long(
+    events: list[tuple[str, float]],
+) -> None:
     breaker = Breaker(max_requests=64)
-    play(breaker, [("refused", pause_s) for _, pause_s in events])
-    assert not breaker.is_open
+    now = play(breaker, [("refused", pause_s) for _, pause_s in events])
+    assert breaker.is_open is (breaker.trouble_s(now=now) > breaker.refused_open_s)
 
 
 @given(st.integers(2, 512))
