@@ -6,6 +6,7 @@ options name the columns to read. A new dialect is one more function there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -20,6 +21,8 @@ from prompts.turns import CONTENT_KEYS, ROLE_KEYS, ROLES, Conversation, read_tur
 from prompts.types import Alteration, RowError, RowReason, kind_of
 
 Row = Mapping[str, Any]
+
+_NAN: Final = re.compile(rb"-?(?:NaN|Infinity)")
 
 #: Fields that may hold the row's own id. It is only a label; nothing is found by it.
 LABEL_FIELDS: Final = ("id", "conversation_id", "uuid", "prompt_id")
@@ -53,9 +56,12 @@ def decode_row(data: bytes) -> Row:
     try:
         row = orjson.loads(data)
     except orjson.JSONDecodeError as exc:
-        raise RowError(RowReason.BAD_JSON, f"{exc.msg} at character {exc.pos}") from exc
+        detail = f"{exc.msg} at character {exc.pos}"
+        if data[: exc.pos + 1].endswith((b"N", b"I", b"-I")) or _NAN.match(data, exc.pos):
+            detail = f"NaN and Infinity are not JSON (character {exc.pos}): write null or a number"
+        raise RowError(RowReason.BAD_JSON, detail) from exc
     if not isinstance(row, dict):
-        raise RowError(RowReason.NOT_AN_OBJECT, f"the line is {kind_of(row)}")
+        raise RowError(RowReason.NOT_AN_OBJECT, f"the row is {kind_of(row)}")
     return row
 
 

@@ -15,6 +15,7 @@ from extractor.cli import cli
 from extractor.config import Layout
 from extractor.errors import UsageError
 from extractor.shard_format import header_room, sample_bytes
+from prompts.types import InputError
 
 ROWS = [
     {"id": "a", "messages": [{"role": "user", "content": "hello"}]},
@@ -169,3 +170,33 @@ def test_a_dry_run_says_what_it_does_not_know(tmp_path: Path) -> None:
     refused = invoke("run", path, "--dry-run", *NO_SERVER)
     assert isinstance(refused.exception, UsageError)
     assert "Name a --tokenizer" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--chat-template", "{% for"), "cannot be compiled, line 1"),
+        (("--chat-template", "{{ x | no_such_filter }}"), "No filter named 'no_such_filter'"),
+        (("--chat-template", None), "cannot be read"),
+        (("--field", "body"), "--field body: no row has such a column; found: id, messages"),
+    ],
+)
+def test_an_option_that_no_row_can_be_read_with_is_refused_before_anything_is_written(
+    prompts: Path, tmp_path: Path, options: tuple[str, str | None], message: str
+) -> None:
+    name, value = options
+    if name == "--chat-template":
+        template = tmp_path / "template.jinja"
+        if value is not None:
+            template.write_text(value)
+        value = str(template)
+    result = invoke("run", prompts, "--out", tmp_path / "out", name, value)
+    assert isinstance(result.exception, UsageError | InputError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_standard_input_that_is_refused_is_not_kept(tmp_path: Path) -> None:
+    result = invoke("run", "-", "--out", tmp_path / "out", stdin=b"id,text\n1,hello\n")
+    assert isinstance(result.exception, InputError)
+    assert not (tmp_path / "out" / "stdin").exists()

@@ -261,6 +261,13 @@ def test_a_line_that_is_no_json_object_is_refused(data: bytes, reason: RowReason
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_is_no_json_is_called_that(number: str) -> None:
+    with pytest.raises(RowError) as caught:
+        decode_row(b'{"text":"NaN","score":%s}' % number.encode())
+    assert caught.value.detail.startswith("NaN and Infinity are not JSON (character 2")
+
+
 def test_a_json_error_tells_where_and_repeats_nothing() -> None:
     with pytest.raises(RowError) as caught:
         decode_row(b'{"text":"secret}')
