@@ -92,6 +92,7 @@ def test_show_as_json_holds_everything_and_adds_up(prompts: Path, tokenizer: Pat
 def test_show_tells_why_a_row_gives_no_prompt(prompts: Path, tokenizer: Path) -> None:
     shown = invoke("show", prompts, "--row", 2, "--tokenizer", tokenizer)
     assert "no prompt  unknown_role" in shown.output
+    assert shown.exit_code == 1
     mapped = invoke(
         "show", prompts, "--row", 2, "--tokenizer", tokenizer, "--role-map", "narrator=user"
     )
@@ -101,6 +102,8 @@ def test_show_tells_why_a_row_gives_no_prompt(prompts: Path, tokenizer: Path) ->
 def test_show_reads_rows_of_ids_from_standard_input_without_a_tokenizer() -> None:
     data = b'{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}\n'
     shown = invoke("show", "-", "--tokenizer", "none", "--ids", stdin=data)
+    assert shown.exit_code == 0
+    assert "where   -:1\n" in shown.output
     assert shown.output.endswith(
         "tokens  count  trained\n[0, 1)      1       no\n[1, 3)      2      yes\n\n5\n⟦6 7⟧\n"
     )
@@ -109,7 +112,7 @@ def test_show_reads_rows_of_ids_from_standard_input_without_a_tokenizer() -> Non
 def test_a_row_beyond_the_last_is_refused(prompts: Path) -> None:
     shown = invoke("show", prompts, "--row", 3, "--tokenizer", "none")
     assert isinstance(shown.exception, UsageError)
-    assert str(shown.exception) == "--row 3: there are 3 rows, from 0 to 2"
+    assert str(shown.exception) == "--row 3: of 3 rows, from 0 on, the last is 2"
 
 
 @pytest.mark.parametrize(
