@@ -131,20 +131,29 @@ class Identity:
         )
 
     def _comparable(self) -> dict[str, object]:
-        """Every field by name; what `reading` holds, by names of its own."""
+        """Every field by name; what `reading` holds, by the options that set it."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         reading = values.pop("reading")
-        return {**values, **{f"reading.{name}": value for name, value in reading.items()}}
+        return {**values, **{_option_of(name): value for name, value in reading.items()}}
 
-    def require_same(self, begun_with: Identity, *, out: Path) -> None:
-        """Raise ConfigMismatch naming every field in which this run differs from the manifest's."""
+    def require_same(
+        self, begun_with: Identity, *, out: Path, other_inputs: str | None = None
+    ) -> None:
+        """Raise ConfigMismatch naming every field in which this run differs from the manifest's.
+
+        `other_inputs`: in which way the inputs differ, if they do, where that is known.
+        """
         # A model that was moved is still the same model: its configuration's digest decides.
         before, now = begun_with._comparable(), self._comparable()
         differences = [
             f"  {name}: {out} has {_shown(before.get(name))}, this run has {_shown(now.get(name))}"
             for name in dict.fromkeys((*before, *now))
-            if name != "model" and before.get(name) != now.get(name)
+            if name != "model"
+            and before.get(name) != now.get(name)
+            and not (name == "inputs" and other_inputs)
         ]
+        if other_inputs is not None:
+            differences.append(f"  inputs: {other_inputs}")
         if differences:
             raise ConfigMismatch(
                 f"{out} was begun with another configuration:\n"
@@ -229,6 +238,11 @@ def require_url(url: str) -> None:
         raise UsageError(f"--server {url!r}: write it as http://HOST:PORT")
     if "@" in parts.netloc:  # not repeated: it may hold a password
         raise UsageError("--server: no user or password in the address; EXTRACTOR_API_KEY is sent")
+
+
+def _option_of(name: str) -> str:
+    """The option that sets a field of `reading`."""
+    return "--field" if name == "fields" else f"--{name.replace('_', '-')}"
 
 
 def _shown(value: object) -> str:

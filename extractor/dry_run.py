@@ -34,6 +34,7 @@ from extractor.preflight import (
 from extractor.progress import Reporter
 from extractor.reading import in_thread, num_workers_for, prompts_of
 from extractor.retry import Failure
+from extractor.tables import counted
 from prompts.render import Renderer
 from prompts.types import Prompt
 from server_patch import settings
@@ -184,7 +185,7 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
             scan_prompts, options.prompts, options.reading, spool_directory=Path(scratch)
         )
         num_rows = sum(file.num_rows for file in files)
-        reporter.note(f"{num_rows:,} rows in {len(files):,} files; tokenising them")
+        reporter.note(f"{counted(num_rows, 'row')} in {counted(len(files), 'file')}; tokenising")
         workers = num_workers_for(num_rows, options.tokenizer_workers)
         with prompts_of(files, renderer, num_workers=workers) as rows:
             async for row in in_thread(rows):

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from prompts.first_rows import require_fields, require_rows
 from prompts.inputs import InputFile, scan_inputs
 from prompts.options import ReadingOptions
 from prompts.paths import STDIN, find_files, spool
 from prompts.stream import parts_counter
+from prompts.types import InputError
 
 #: What came in on standard input, kept where a run that goes on finds it.
 STDIN_NAME = "stdin"
@@ -22,12 +24,23 @@ def scan_prompts(
 
     Raises InputError.
     """
+    kept = spool_directory / STDIN_NAME
+    was_kept = kept.exists()
     paths = list(map(str, words))
     if STDIN in paths:
-        kept = spool_directory / STDIN_NAME
         spool(sys.stdin.buffer, kept)
         paths = [str(kept) if path == STDIN else path for path in paths]
-    return scan_inputs(find_files(paths), count_parts=parts_counter(reading))
+    try:
+        found = find_files(paths)
+        for path in found:
+            require_rows(path)
+        if found and reading.fields:
+            require_fields(found[0], reading)
+        return scan_inputs(found, count_parts=parts_counter(reading))
+    except InputError:
+        if STDIN in map(str, words) and not was_kept:
+            kept.unlink(missing_ok=True)  # else the next, mended, would be refused as another
+        raise
 
 
 def reads_stdin(words: Sequence[Path]) -> bool:

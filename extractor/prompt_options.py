@@ -13,6 +13,8 @@ import orjson
 from extractor.errors import UsageError
 from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
 from prompts.options import Leading, ReadingOptions, Thinking, Train
+from prompts.tokenizer import check_template
+from prompts.types import TokenizerError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -180,6 +182,10 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        check_template(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--chat-template {path}: cannot be read ({error})") from error
+    except TokenizerError as error:
+        raise UsageError(f"--chat-template {path}: {error}") from error
+    return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from manifest.store import Store
 from prompts.inputs import InputFile
 
 RUN_ID = "run_id"
+#: Most files that a message names.
+MAX_NAMES = 4
 
 
 @dataclass(kw_only=True)
@@ -114,4 +116,31 @@ async def require_same_inputs(
         inputs=tuple(file.digest for file in files),
         reading=options.reading_document,
     )
-    now.require_same(begun_with, out=options.out)
+    other_inputs = None
+    if now.inputs != begun_with.inputs:
+        other_inputs = difference_of(await owner.call(Store.sources), files)
+    now.require_same(begun_with, out=options.out, other_inputs=other_inputs)
+
+
+def difference_of(before: Sequence[Source], now: Sequence[InputFile]) -> str:
+    """In which way the files of a run differ from those that its data set was begun with."""
+    then, these = [source.digest for source in before], [file.digest for file in now]
+    names_then = _listed(source.path for source in before)
+    names_now = _listed(file.path for file in now)
+    if sorted(then) == sorted(these):
+        return f"the same files in another order: begun with {names_then}, now {names_now}"
+    if len(then) == len(these):
+        changed = _listed(
+            file.path
+            for source, file in zip(before, now, strict=True)
+            if source.digest != file.digest and source.path == file.path
+        )
+        if changed:
+            return f"the content of {changed} is not what it was"
+    return f"other files: begun with {names_then}, now {names_now}"
+
+
+def _listed(paths: Iterable[str]) -> str:
+    names = list(paths)
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

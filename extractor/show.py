@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 from extractor.client import INFO_TIMEOUT_S, Client
 from extractor.config import NO_TOKENIZER
 from extractor.errors import UsageError
-from extractor.inputs import scan_prompts
-from extractor.tables import table
+from extractor.inputs import STDIN_NAME, scan_prompts
+from extractor.tables import counted, table
 from prompts.options import ReadingOptions
+from prompts.paths import STDIN
 from prompts.render import Renderer
 from prompts.stream import raw_rows
 from prompts.types import BadRow, Prompt
@@ -126,10 +127,15 @@ def show_row(words: Sequence[Path], renderer: Renderer, number: int) -> Shown:
         files = scan_prompts(words, renderer.options, spool_directory=Path(scratch))
         num_rows = sum(file.num_rows for file in files)
         if not 0 <= number < num_rows:
-            raise UsageError(f"--row {number}: there are {num_rows} rows, from 0 to {num_rows - 1}")
+            rows_there = counted(num_rows, "row")
+            raise UsageError(
+                f"--row {number}: of {rows_there}, from 0 on, the last is {num_rows - 1}"
+            )
         rows = raw_rows(files, renderer.options, skip=lambda ordinal: ordinal != number)
         with closing(rows):
             item = renderer.prompt_from(next(rows))
+        if item.source == str(Path(scratch) / STDIN_NAME):
+            item = replace(item, source=STDIN)
     return Shown(item=item, num_rows=num_rows, runs=_runs(item, renderer))
 
 

@@ -19,6 +19,14 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
+def counted(count: int, noun: str) -> str:
+    """
+    >>> [counted(n, "file") for n in (0, 1, 2000)]
+    ['0 files', '1 file', '2,000 files']
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def amount(size_bytes: float) -> str:
     """
     >>> [amount(n) for n in (0, 1023, 1536, 5 << 30)]

@@ -53,6 +53,21 @@ def mark_spans(encoding: Encoding, spans: Iterable[Span]) -> npt.NDArray[np.uint
     return mask
 
 
+def has_split_start(encoding: Encoding, spans: Iterable[Span]) -> bool:
+    """Whether a token reaches into a span from before it, so that `mark_spans` leaves it out.
+
+    Raises `RowError` as that does.
+    """
+    return any(_is_split(encoding, start) for start, end in spans if start < end)
+
+
+def _is_split(encoding: Encoding, position: int) -> bool:
+    if encoding.places is None or _count_at_border(encoding.places, position) is not None:
+        return False  # without places, a token across the border fails the row
+    count = int(np.searchsorted(encoding.begins, position, side="left"))
+    return count == len(encoding.begins) or int(encoding.begins[count]) > position
+
+
 def _count_before(encoding: Encoding, position: int) -> int:
     """How many tokens begin before `position`."""
     if encoding.places is None:

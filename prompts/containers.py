@@ -24,7 +24,14 @@ import ijson
 import orjson
 
 from prompts.columns import NumberedRow, arrow_rows, parquet_num_rows, parquet_rows
-from prompts.compression import CHUNK_BYTES, DigestingFile, decompressed, explained
+from prompts.compression import (
+    CHUNK_BYTES,
+    GZIP_MAGIC,
+    ZSTD_MAGIC,
+    DigestingFile,
+    decompressed,
+    explained,
+)
 from prompts.types import InputError
 
 UTF8_BOM: Final = b"\xef\xbb\xbf"
@@ -42,6 +49,18 @@ FOREIGN_MAGIC: Final[tuple[tuple[bytes, str], ...]] = (
     (b"\xff\xfe", "the file is UTF-16 or UTF-32: convert it to UTF-8 (iconv -t UTF-8)"),
     (b"\xfe\xff", "the file is UTF-16: convert it to UTF-8 (iconv -t UTF-8)"),
 )
+
+#: What ijson says of a broken array -> what it is and what to do.
+ARRAY_FAULTS: Final = (
+    ("premature EOF", "it is cut off: copy the file again"),
+    (
+        "trailing garbage",
+        "something stands behind its end: remove it, or give one JSON object on each line; "
+        "rows of lists are not supported",
+    ),
+    ("invalid bytes in UTF8", "it is not UTF-8: convert it (iconv -t UTF-8)"),
+)
+NAN_FAULT: Final = "NaN and Infinity are not JSON: write null or a number"
 
 
 class Kind(StrEnum):
@@ -123,9 +142,16 @@ def _kind(stream: io.BufferedReader[Any], path: str) -> Kind:
         return Kind.PARQUET
     if start.startswith(ARROW_MAGICS):
         return Kind.ARROW
+    if start.startswith((GZIP_MAGIC, ZSTD_MAGIC)):
+        raise InputError(f"{path}: compressed twice: decompress it once")
     for magic, remedy in FOREIGN_MAGIC:
         if start.startswith(magic):
             raise InputError(f"{path}: neither JSON nor Parquet: {remedy}")
+    if b"\0" in start[:4]:  # in no text that begins as JSON does, or as CSV
+        raise InputError(
+            f"{path}: neither JSON nor Parquet: binary, or UTF-16 without its mark: convert it to "
+            "UTF-8 (iconv -f UTF-16LE -t UTF-8)"
+        )
     if start.startswith(UTF8_BOM):
         stream.read(len(UTF8_BOM))
         start = start[len(UTF8_BOM) :]
@@ -159,11 +185,21 @@ def _elements(
             number += 1
             yield number, None if skip(number - 1) else _as_json(element)
     except ijson.JSONError as exc:
-        line = str(exc).strip().partition("\n")[0]
-        detail = "a JSON array, but it cannot be read beyond its element"
         raise InputError(
-            f"{path}: {detail} {number} ({line}). Mend it there; rows of lists are not supported"
+            f"{path}: a JSON array, but it cannot be read beyond its element {number}: "
+            f"{_array_fault(str(exc))}"
         ) from exc
+
+
+def _array_fault(message: str) -> str:
+    """What is wrong and what to do, from ijson's message, whose second line is the place."""
+    for sign, fault in ARRAY_FAULTS:
+        if sign in message:
+            return fault
+    if "NaN" in message or "Infinity" in message:
+        return NAN_FAULT
+    line = message.strip().partition("\n")[0]
+    return f"{line}: mend it there"
 
 
 def _as_json(element: object) -> bytes:

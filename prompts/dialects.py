@@ -6,8 +6,9 @@ options name the columns to read. A new dialect is one more function there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,10 +16,13 @@ import numpy.typing as npt
 import orjson
 
 from prompts.options import DEFAULTS, ReadingOptions
-from prompts.turns import Conversation, read_turns
-from prompts.types import RowError, RowReason
+from prompts.tools import NOTHING
+from prompts.turns import CONTENT_KEYS, ROLE_KEYS, ROLES, Conversation, read_turns
+from prompts.types import Alteration, RowError, RowReason, kind_of
 
 Row = Mapping[str, Any]
+
+_NAN: Final = re.compile(rb"-?(?:NaN|Infinity)")
 
 #: Fields that may hold the row's own id. It is only a label; nothing is found by it.
 LABEL_FIELDS: Final = ("id", "conversation_id", "uuid", "prompt_id")
@@ -52,9 +56,12 @@ def decode_row(data: bytes) -> Row:
     try:
         row = orjson.loads(data)
     except orjson.JSONDecodeError as exc:
-        raise RowError(RowReason.BAD_JSON, f"{exc.msg} at character {exc.pos}") from exc
+        detail = f"{exc.msg} at character {exc.pos}"
+        if data[: exc.pos + 1].endswith((b"N", b"I", b"-I")) or _NAN.match(data, exc.pos):
+            detail = f"NaN and Infinity are not JSON (character {exc.pos}): write null or a number"
+        raise RowError(RowReason.BAD_JSON, detail) from exc
     if not isinstance(row, dict):
-        raise RowError(RowReason.NOT_AN_OBJECT, f"the line is a {type(row).__name__}")
+        raise RowError(RowReason.NOT_AN_OBJECT, f"the row is {kind_of(row)}")
     return row
 
 
@@ -71,17 +78,38 @@ def read_item(row: Row, options: ReadingOptions = DEFAULTS) -> Item:
 
     Raises `RowError`.
     """
-    if options.fields:
-        return _asked(row, options)
+    item = _asked(row, options) if options.fields else _recognised(row, options)
+    if isinstance(item, Conversation) and _has_value(row.get("rejected")):
+        alterations = item.alterations | {Alteration.REJECTED_DROPPED}
+        return replace(item, alterations=alterations)
+    return item
+
+
+def _recognised(row: Row, options: ReadingOptions) -> Item:
     for dialect in DIALECTS:
         if (item := dialect(row, options)) is not None:
             return item
     for field in TURN_FIELDS:
         if row.get(field) in ([], "[]"):
             raise RowError(RowReason.BAD_ORDER, f"{field} is an empty list")
-    found = ", ".join(field[:40] for field in list(row)[:MAX_NAMES]) or "no fields"
-    expected = ", ".join(("input_ids", *TURN_FIELDS, "data", "instruction", "prompt", "text"))
-    raise RowError(RowReason.UNKNOWN_SHAPE, f"none of {expected} is there; found: {found}")
+    raise RowError(RowReason.UNKNOWN_SHAPE, _why_unknown(row))
+
+
+def _why_unknown(row: Row) -> str:
+    known = ("input_ids", *TURN_FIELDS, "data", *QUESTIONS, *ANSWERS, "text")
+    if found := [field for field in known if field in row]:
+        columns = ", ".join(f"{field} is {kind_of(row[field])}" for field in found[:MAX_NAMES])
+        answers = " or ".join(ANSWERS)
+        questions = " or ".join(QUESTIONS)
+        if not any(_has_value(row[field]) for field in found):
+            return f"nothing to read: {columns}"
+        if set(found) <= set(ANSWERS):
+            return f"an answer without its question ({questions}): {columns}"
+        if set(found) <= {*QUESTIONS, *ANSWERS}:
+            return f"no question and answer, both strings ({answers}): {columns}"
+        return f"not of a kind that can be read: {columns}"
+    names = ", ".join(field[:40] for field in list(row)[:MAX_NAMES]) or "no fields"
+    return f"none of {', '.join(known)} is there; found: {names}"
 
 
 def count_parts(data: bytes, options: ReadingOptions) -> int:
@@ -102,7 +130,9 @@ def _asked(row: Row, options: ReadingOptions) -> Item:
     """The columns that `--field` names; what they hold decides how they are read."""
     values = []
     for field in options.fields:
-        if row.get(field) is None:
+        if field in row and row[field] is None:
+            raise RowError(RowReason.UNKNOWN_SHAPE, f"--field {field}: the column is null")
+        if field not in row:
             found = ", ".join(name[:40] for name in list(row)[:MAX_NAMES]) or "no fields"
             detail = f"--field {field}: there is no such column; found: {found}"
             raise RowError(RowReason.UNKNOWN_SHAPE, detail)
@@ -155,11 +185,26 @@ def _all_of(values: Iterable[object], types: set[type]) -> bool:
 
 
 def _messages(row: Row, options: ReadingOptions) -> Conversation | None:
-    return _turn_list(row, "messages", options)
+    return _turns_beside(row, "messages", options)
 
 
 def _conversations(row: Row, options: ReadingOptions) -> Conversation | None:
-    return _turn_list(row, "conversations", options)
+    return _turns_beside(row, "conversations", options)
+
+
+def _turns_beside(row: Row, field: str, options: ReadingOptions) -> Conversation | None:
+    """A turn list, and the answer to it that preference data keeps beside it."""
+    if (conversation := _turn_list(row, field, options)) is None:
+        return None
+    if _has_value(row.get("history")):
+        detail = f"history stands beside {field}; --field names the one to read"
+        raise RowError(RowReason.CONFLICTING_FIELDS, detail)
+    if conversation.turns[-1].role == "assistant":
+        return conversation
+    if _has_value(row.get("chosen")):
+        _only(row, ANSWERS)
+        return _pair(row, field, "chosen", options)
+    return _answered_within(row, conversation)
 
 
 def _turn_list(row: Row, field: str, options: ReadingOptions) -> Conversation | None:
@@ -167,7 +212,7 @@ def _turn_list(row: Row, field: str, options: ReadingOptions) -> Conversation | 
     if values is None or values == []:
         return None
     if not isinstance(values, list):
-        detail = f"{field} is a {type(values).__name__}, not a list of turns"
+        detail = f"{field} is {kind_of(values)}, not a list of turns"
         raise RowError(RowReason.BAD_CONTENT, detail)
     return read_turns(row, values, options)
 
@@ -177,7 +222,7 @@ def _data(row: Row, options: ReadingOptions) -> Conversation | None:
     values = row.get("data")
     if not isinstance(values, list) or not values or not _all_of(values, {str}):
         return None
-    return _alternating(row, values, options)
+    return _answered_within(row, _alternating(row, values, options))
 
 
 def _alternating(row: Row, values: list[Any], options: ReadingOptions) -> Conversation:
@@ -186,48 +231,151 @@ def _alternating(row: Row, values: list[Any], options: ReadingOptions) -> Conver
     return read_turns(row, turns, options)
 
 
-def _input_output(row: Row, options: ReadingOptions) -> Conversation | None:
-    """Llama-Nemotron: a list of turns and, beside it, the answer."""
-    values = _listed("input", row.get("input"))
-    if not isinstance(values, list) or not values:
+def _answered(row: Row, options: ReadingOptions) -> Conversation | None:
+    """A question (or the turns up to it) and its answer, in columns of their own."""
+    question, answer = _only(row, QUESTIONS), _only(row, ANSWERS)
+    if question is None or answer is None:
         return None
-    answer = row.get("output")
-    if not isinstance(answer, str):
-        detail = f"output is a {type(answer).__name__}, not text"
-        raise RowError(RowReason.BAD_CONTENT, detail)
-    return read_turns(row, [*values, {"role": "assistant", "content": answer}], options)
-
-
-def _pairs(row: Row, options: ReadingOptions) -> Conversation | None:
-    for user, assistant in PAIRS:
-        if isinstance(row.get(user), str) and isinstance(row.get(assistant), str):
-            return _pair(row, user, assistant, options)
-    return None
+    return _pair(row, question, answer, options)
 
 
 def _pair(row: Row, user: str, assistant: str, options: ReadingOptions) -> Conversation:
-    question = row[user]
-    if isinstance(question, str):
-        if any(token in question for token in FOREIGN_TOKENS):
-            detail = f"{user} is rendered already, for another model: it has control tokens in it"
+    asked = _asked_turns(row, user)
+    answer = _listed(assistant, row[assistant])
+    if isinstance(answer, str):
+        return read_turns(row, [*asked, {"role": "assistant", "content": answer}], options)
+    if isinstance(answer, dict):
+        return read_turns(row, [*asked, answer], options)
+    if not isinstance(answer, list) or not answer or not _all_of(answer, {dict}):
+        detail = f"{assistant} is {kind_of(answer)}, not a string or a list of turns"
+        raise RowError(RowReason.BAD_CONTENT, detail)
+    if _role_of(answer[0]) in ASSISTANT_NAMES:
+        return read_turns(row, [*asked, *answer], options)
+    # Some preference data writes the whole conversation down, the question included.
+    is_text = isinstance(row[user], str) and len(asked) == 1
+    if answer[: len(asked)] != asked and not (
+        is_text and any(_says(turn, asked[0]["content"]) for turn in answer)
+    ):
+        detail = f"{assistant} begins with other turns than {user}; --field names the one to read"
+        raise RowError(RowReason.CONFLICTING_FIELDS, detail)
+    return read_turns(row, answer, options)
+
+
+def _asked_turns(row: Row, user: str) -> list[Any]:
+    """What comes before the answer: the history, and the question with what it is about."""
+    history = _history(row)
+    question = _listed(user, row[user])
+    if isinstance(question, list) and question:
+        return [*history, *question]
+    if not isinstance(question, str):
+        detail = f"{user} is {kind_of(question)}, not a string or a list of turns"
+        raise RowError(RowReason.BAD_CONTENT, detail)
+    if any(token in question for token in FOREIGN_TOKENS):
+        detail = f"{user} is rendered already, for another model: it has control tokens in it"
+        raise RowError(RowReason.BAD_CONTENT, detail)
+    if context := _context(row, user):
+        question = f"{question}\n\n{context}"
+    return [*history, {"role": "user", "content": question}]
+
+
+def _context(row: Row, user: str) -> str | None:
+    if user == "instruction":
+        field = _only(row, CONTEXTS)
+        context = None if field is None else row[field]
+        if context is None or isinstance(context, str):
+            return context if context and context.strip() else None
+        detail = f"{field} is {kind_of(context)}, not a string"
+        raise RowError(RowReason.BAD_CONTENT, detail)
+    if user != "context" and _has_value(row.get("context")):
+        detail = (
+            f"context would be left out: write it and {user} into one column, that --field names"
+        )
+        raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
+    return None
+
+
+def _history(row: Row) -> list[Any]:
+    """LLaMA-Factory: earlier questions and their answers, as pairs; or turns."""
+    if not _has_value(value := row.get("history")):
+        return []
+    if isinstance(value, list) and _all_of(value, {dict}):
+        return value
+    turns = []
+    for pair in value if isinstance(value, list) else [value]:
+        if not isinstance(pair, list) or len(pair) != 2 or not _all_of(pair, {str}):
+            detail = "history is no list of [question, answer], both of them strings"
             raise RowError(RowReason.BAD_CONTENT, detail)
-        context = row.get("input") if user == "instruction" else None
-        if isinstance(context, str) and context.strip():
-            question = f"{question}\n\n{context}"
-    turns = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": row[assistant]},
-    ]
-    return read_turns(row, turns, options)
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
+
+
+def _only(row: Row, fields: Iterable[str]) -> str | None:
+    """The first of the fields that has a value; of those that have none, one that is a string.
+
+    Raises `RowError` (conflicting_fields) where another of them has another value.
+    """
+    found = [field for field in fields if _has_value(row.get(field))]
+    if "instruction" in found:
+        found = [field for field in found if field != "input"]  # what the instruction is about
+    if "solution" in found and "answer" in found:
+        found.remove("answer")  # its last line only, as mathematics has it
+    if not found:
+        return next((field for field in fields if isinstance(row.get(field), str)), None)
+    first = found[0]
+    for other in found[1:]:
+        if row[other] != row[first]:
+            detail = f"{first} and {other} disagree; --field names the one (or two) to read"
+            raise RowError(RowReason.CONFLICTING_FIELDS, detail)
+    return first
+
+
+def _has_value(value: object) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else value not in NOTHING
+
+
+def _role_of(turn: object) -> object:
+    if not isinstance(turn, dict):
+        return None
+    return next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
+
+
+def _says(turn: object, text: str) -> bool:
+    return isinstance(turn, dict) and any(turn.get(key) == text for key in CONTENT_KEYS)
 
 
 def _prompt(row: Row, options: ReadingOptions) -> Conversation | None:
-    """A question without an answer, or the turns before one that stands in `completion`."""
+    """A question without an answer, or the turns of one."""
     value = _listed("prompt", row.get("prompt"))
-    if isinstance(value, list) and value:
-        answer = row.get("completion")
-        return read_turns(row, [*value, *(answer if isinstance(answer, list) else ())], options)
-    return None if value is None or value == [] else _one_turn(row, "prompt", options)
+    if value is None or value == []:
+        return None
+    if isinstance(value, str) and not value.strip():
+        raise RowError(RowReason.EMPTY_PROMPT, "prompt is empty")
+    _only(row, QUESTIONS)
+    return _answered_within(row, read_turns(row, _asked_turns(row, "prompt"), options))
+
+
+def _chosen(row: Row, options: ReadingOptions) -> Conversation | None:
+    """Preferences whose question stands in both answers only."""
+    if not isinstance(_listed("chosen", row.get("chosen")), list):
+        return None
+    return _turn_list(row, "chosen", options)
+
+
+def _answered_within(row: Row, conversation: Conversation) -> Conversation:
+    """The conversation, of a row whose answer is in no column that goes with its turns.
+
+    Raises `RowError` (unsupported_field) where some other column may hold it.
+    """
+    if conversation.turns[-1].role == "assistant":
+        return conversation
+    for field in (*ANSWERS, *ANSWER_LISTS):
+        if _has_value(row.get(field)):
+            detail = (
+                f"the last turn is a question, and {field} would be left out; "
+                "--field names what to read"
+            )
+            raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
+    return conversation
 
 
 def _one_turn(row: Row, field: str, options: ReadingOptions) -> Conversation:
@@ -241,7 +389,7 @@ def _text(row: Row, options: ReadingOptions) -> Text | None:
     if (text := row.get("text")) is None:
         return None
     if not isinstance(text, str):
-        raise RowError(RowReason.BAD_CONTENT, f"text is a {type(text).__name__}, not a string")
+        raise RowError(RowReason.BAD_CONTENT, f"text is {kind_of(text)}, not a string")
     if not text.strip():
         raise RowError(RowReason.EMPTY_PROMPT, "text is empty")
     return Text(text=text)
@@ -264,14 +412,18 @@ def _listed(field: str, value: object) -> object:
 
 
 TURN_FIELDS: Final = ("messages", "conversations")
-#: The user's column and the assistant's, in order of attack.
-PAIRS: Final = (
-    *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
-    *(("question", "answer"), ("message_1", "message_2"), ("problem", "solution")),
-    *(("prompt", "completion"), ("prompt", "response")),
+#: Columns that hold a question, and columns that hold an answer. Two that differ refuse the row.
+QUESTIONS: Final = ("instruction", "input", "question", "message_1", "problem", "prompt")
+ANSWERS: Final = (
+    *("output", "response", "answer", "message_2", "solution", "completion", "chosen"),
 )
+#: Columns of several answers to one question: none of them is the one to learn.
+ANSWER_LISTS: Final = ("answers", "responses", "completions", "outputs", "solutions")
+#: What an instruction is about.
+CONTEXTS: Final = ("input", "context")
+ASSISTANT_NAMES: Final = tuple(name for name, role in ROLES.items() if role == "assistant")
 #: Some Llama-Nemotron files hold what was sent to Llama, headers and all.
 FOREIGN_TOKENS: Final = ("<|start_header_id|>",)
 DIALECTS: Final[tuple[Dialect, ...]] = (
-    *(_ids, _messages, _conversations, _data, _input_output, _pairs, _prompt, _text),
+    *(_ids, _messages, _conversations, _data, _answered, _prompt, _chosen, _text),
 )

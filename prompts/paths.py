@@ -22,7 +22,8 @@ DATASET_SPLITS: Final = "dataset_dict.json"
 def find_files(words: Iterable[str | Path]) -> list[str]:
     """The files that `words` name: paths, patterns (sorted), directories of Hugging Face datasets.
 
-    Raises `InputError` for a pattern without a match and a directory of something else.
+    Raises `InputError` for a pattern without a match, a directory of something else, and a file
+    that is named twice.
     """
     paths: list[str] = []
     for word in (os.fspath(word) for word in words):
@@ -35,7 +36,19 @@ def find_files(words: Iterable[str | Path]) -> list[str]:
             paths += found
         else:
             paths.append(word)
+    _require_once(paths)
     return paths
+
+
+def _require_once(paths: Iterable[str]) -> None:
+    """Its rows would be extracted twice: hardly what is meant, and hard to see afterwards."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        if (first := seen.get(real)) is not None:
+            both = path if first == path else f"{first} and {path}"
+            raise InputError(f"{both}: the same file is given twice: name it once")
+        seen[real] = path
 
 
 def spool(stream: BinaryIO, path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prompts.align import Encoding, Span, mark_spans
+from prompts.align import Encoding, Span, has_split_start, mark_spans
 from prompts.conversation import ConversationReader, up_to_answer
 from prompts.dialects import Ids, Text, decode_row, label_of, read_item
 from prompts.inputs import RawRow
@@ -170,6 +170,9 @@ class Renderer:
         row = draft.row
         try:
             ids, mask = self._ids_and_mask(draft, encoding)
+            alterations = set(draft.alterations)
+            if encoding is not None and has_split_start(encoding, draft.spans or ()):
+                alterations.add(Alteration.ANSWER_START_UNTRAINED)
         except RowError as exc:
             return _bad_row(row, draft.label, exc)
         return Prompt(
@@ -180,7 +183,7 @@ class Renderer:
             part=row.part,
             input_ids=ids,
             loss_mask=mask,
-            alterations=tuple(sorted(draft.alterations)),
+            alterations=tuple(sorted(alterations)),
             has_answer=draft.has_answer,
         )
 

@@ -275,6 +275,23 @@ class ChatTokenizer:
             return ""
 
 
+def check_template(template: str) -> None:
+    """Raises `TokenizerError` where the chat template's text is no template."""
+    try:
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError as exc:
+        raise TokenizerError(f"chat templates need transformers and jinja2: {exc}") from exc
+    try:
+        render_jinja_template(conversations=[[]], chat_template=template)
+    except jinja2.TemplateSyntaxError as exc:
+        raise TokenizerError(
+            f"the chat template cannot be compiled, line {exc.lineno}: {exc.message}: mend it"
+        ) from exc
+    except Exception:  # of a conversation without turns it may say anything
+        return
+
+
 def _template_of(hf_tokenizer: Any) -> str | None:
     # `chat_template` may also be a dict of several named templates; this picks the default one.
     try:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import orjson
 
-from prompts.types import Alteration, RowError, RowReason
+from prompts.types import Alteration, RowError, RowReason, kind_of
 
 #: How data sets write "nothing" where a column must have a value.
 NOTHING: Final[tuple[object, ...]] = (None, "", [], {}, "[]", "{}", "null")
@@ -46,13 +46,13 @@ def read_tool_calls(
         alterations.add(Alteration.FUNCTION_CALL_CONVERTED)
         value = [value]
     if not isinstance(value, list):
-        raise _bad(f"{where}: {key} is a {type(value).__name__}, not a list")
+        raise _bad(f"{where}: {key} is {kind_of(value)}, not a list")
     return tuple(_call(f"{where}: {key}[{index}]", call) for index, call in enumerate(value))
 
 
 def _call(where: str, call: object) -> ToolCall:
     if not isinstance(call, dict):
-        raise _bad(f"{where} is a {type(call).__name__}, not an object")
+        raise _bad(f"{where} is {kind_of(call)}, not an object")
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
         raise _bad(f"{where} has no function name")
@@ -62,7 +62,7 @@ def _call(where: str, call: object) -> ToolCall:
     text = written if isinstance(written, str) else None
     arguments = {} if written is None or written == "" else _parsed(f"{where}: arguments", written)
     if not isinstance(arguments, dict):
-        raise _bad(f"{where}: arguments are a {type(arguments).__name__}, not an object")
+        raise _bad(f"{where}: arguments are {kind_of(arguments)}, not an object")
     call_id = call.get("id")
     return ToolCall(
         name=name,
@@ -85,7 +85,7 @@ def read_tools(row: Mapping[str, Any], alterations: set[Alteration]) -> tuple[An
     ((name, value),) = found.items()
     value = _parsed(name, value)
     if not isinstance(value, list):
-        raise _bad(f"{name} is a {type(value).__name__}, not a list")
+        raise _bad(f"{name} is {kind_of(value)}, not a list")
     return tuple(_tool(f"{name}[{index}]", tool, alterations) for index, tool in enumerate(value))
 
 

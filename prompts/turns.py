@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from prompts.options import Leading, ReadingOptions
 from prompts.tools import NOTHING, ToolCall, read_tool_calls, read_tools
-from prompts.types import Alteration, RowError, RowReason
+from prompts.types import Alteration, RowError, RowReason, kind_of
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -77,7 +77,7 @@ def read_turns(
 
 def _turn(index: int, value: object, options: ReadingOptions, alterations: set[Alteration]) -> Turn:
     if not isinstance(value, dict):
-        detail = f"turn {index} is a {type(value).__name__}, not an object"
+        detail = f"turn {index} is {kind_of(value)}, not an object"
         raise RowError(RowReason.BAD_CONTENT, detail)
     role = _role(index, value, options, alterations)
     where = f"turn {index} ({role})"
@@ -159,10 +159,10 @@ def _plain_text(where: str, content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RowError(RowReason.BAD_CONTENT, f"{where} is a {type(content).__name__}, not text")
+        raise RowError(RowReason.BAD_CONTENT, f"{where} is {kind_of(content)}, not text")
     texts = []
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         text = part.get("text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(text, str):
             detail = f"{where}: part {index} is {repr(kind)[:40]}, only text can be rendered"
@@ -198,7 +198,7 @@ def _with_system(row: Mapping[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn,
         if (value := row.get(field)) is None:
             continue
         if not isinstance(value, str):
-            detail = f"{field} is a {type(value).__name__}, not text"
+            detail = f"{field} is {kind_of(value)}, not text"
             raise RowError(RowReason.BAD_CONTENT, detail)
         if value.strip():
             texts.add(value)

@@ -91,6 +91,11 @@ class Alteration(StrEnum):
     TOOLS_FROM_METADATA = "tools_from_metadata"
     #: Bare tool definitions were wrapped as `{"type": "function", "function": …}`.
     TOOLS_WRAPPED = "tools_wrapped"
+    #: The answer in the column `rejected` was left out.
+    REJECTED_DROPPED = "rejected_dropped"
+    #: The first token of an answer is not trained, as it begins in the generation prompt: white
+    #: space that the answer begins with is one token with the line break before it.
+    ANSWER_START_UNTRAINED = "answer_start_untrained"
 
 
 class InputError(Exception):
@@ -189,6 +194,14 @@ def prompt_key(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer]) -> s
     digest.update(np.ascontiguousarray(ids, dtype="<i4").tobytes())
     digest.update(np.ascontiguousarray(mask, dtype=np.uint8).tobytes())
     return digest.hexdigest()
+
+
+def kind_of(value: object) -> str:
+    """What a JSON value is, with its article, as messages call it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    names = ((str, "a string"), (int | float, "a number"), (list, "a list"))
+    return next((name for kind, name in names if isinstance(value, kind)), "an object")
 
 
 def _check_shapes(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer]) -> None:

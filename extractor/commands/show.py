@@ -13,6 +13,7 @@ from extractor.options import TOKENIZER_OPTION
 from extractor.prompt_options import reading_from, reading_options
 from extractor.show import renderer_for, server_tokenizer, show_row
 from extractor.terminal import print_json, run_async
+from prompts.types import BadRow
 
 
 @click.command("show")
@@ -37,7 +38,10 @@ from extractor.terminal import print_json, run_async
 @reading_options
 @click.option("--ids", is_flag=True, help="Print the token ids, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.pass_context
 def show_command(
+    context: click.Context,
+    /,
     prompts: tuple[Path, ...],
     number: int,
     tokenizer: str | None,
@@ -46,7 +50,10 @@ def show_command(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Show a row of PROMPTS as the model will see it, with the trained tokens marked ⟦so⟧."""
+    """Show a row of PROMPTS as the model will see it, with the trained tokens marked ⟦so⟧.
+
+    The exit status is 1 for a row that gives no prompt.
+    """
     reading = reading_from(values)
     require_url(server_url)
     if tokenizer is None:
@@ -56,3 +63,5 @@ def show_command(
         print_json(shown.to_document())
     else:
         click.echo(shown.to_text(colours=sys.stdout.isatty(), ids=ids))
+    if isinstance(shown.item, BadRow):
+        context.exit(1)

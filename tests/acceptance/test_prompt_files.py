@@ -143,7 +143,7 @@ def test_files_of_every_kind_become_verified_samples(
     assert again.json()["session"]["sent"] == 0
     other = tool(*arguments(files, server, out, tokenizer), "--json")
     assert other.returncode == 2
-    assert "reading.on_too_long: out has 'truncate', this run has 'skip'" in other.stderr.replace(
+    assert "--on-too-long: out has 'truncate', this run has 'skip'" in other.stderr.replace(
         str(out), "out"
     )
 

@@ -95,7 +95,7 @@ async def test_other_wishes_for_a_begun_data_set_are_refused_by_name_without_a_s
     other = options_for(
         server, path, tmp_path / "out", reading=ReadingOptions(thinking=Thinking.DROP)
     )
-    with pytest.raises(ConfigMismatch, match=r"reading.thinking: .* 'template', .* 'drop'"):
+    with pytest.raises(ConfigMismatch, match=r"--thinking: .* 'template', .* 'drop'"):
         await run(other, notes)
 
 

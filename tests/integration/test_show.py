@@ -15,6 +15,7 @@ from extractor.cli import cli
 from extractor.config import Layout
 from extractor.errors import UsageError
 from extractor.shard_format import header_room, sample_bytes
+from prompts.types import InputError
 
 ROWS = [
     {"id": "a", "messages": [{"role": "user", "content": "hello"}]},
@@ -91,6 +92,7 @@ def test_show_as_json_holds_everything_and_adds_up(prompts: Path, tokenizer: Pat
 def test_show_tells_why_a_row_gives_no_prompt(prompts: Path, tokenizer: Path) -> None:
     shown = invoke("show", prompts, "--row", 2, "--tokenizer", tokenizer)
     assert "no prompt  unknown_role" in shown.output
+    assert shown.exit_code == 1
     mapped = invoke(
         "show", prompts, "--row", 2, "--tokenizer", tokenizer, "--role-map", "narrator=user"
     )
@@ -100,6 +102,8 @@ def test_show_tells_why_a_row_gives_no_prompt(prompts: Path, tokenizer: Path) ->
 def test_show_reads_rows_of_ids_from_standard_input_without_a_tokenizer() -> None:
     data = b'{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}\n'
     shown = invoke("show", "-", "--tokenizer", "none", "--ids", stdin=data)
+    assert shown.exit_code == 0
+    assert "where   -:1\n" in shown.output
     assert shown.output.endswith(
         "tokens  count  trained\n[0, 1)      1       no\n[1, 3)      2      yes\n\n5\n⟦6 7⟧\n"
     )
@@ -108,7 +112,7 @@ def test_show_reads_rows_of_ids_from_standard_input_without_a_tokenizer() -> Non
 def test_a_row_beyond_the_last_is_refused(prompts: Path) -> None:
     shown = invoke("show", prompts, "--row", 3, "--tokenizer", "none")
     assert isinstance(shown.exception, UsageError)
-    assert str(shown.exception) == "--row 3: there are 3 rows, from 0 to 2"
+    assert str(shown.exception) == "--row 3: of 3 rows, from 0 on, the last is 2"
 
 
 @pytest.mark.parametrize(
@@ -169,3 +173,33 @@ def test_a_dry_run_says_what_it_does_not_know(tmp_path: Path) -> None:
     refused = invoke("run", path, "--dry-run", *NO_SERVER)
     assert isinstance(refused.exception, UsageError)
     assert "Name a --tokenizer" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--chat-template", "{% for"), "cannot be compiled, line 1"),
+        (("--chat-template", "{{ x | no_such_filter }}"), "No filter named 'no_such_filter'"),
+        (("--chat-template", None), "cannot be read"),
+        (("--field", "body"), "--field body: no row has such a column; found: id, messages"),
+    ],
+)
+def test_an_option_that_no_row_can_be_read_with_is_refused_before_anything_is_written(
+    prompts: Path, tmp_path: Path, options: tuple[str, str | None], message: str
+) -> None:
+    name, value = options
+    if name == "--chat-template":
+        template = tmp_path / "template.jinja"
+        if value is not None:
+            template.write_text(value)
+        value = str(template)
+    result = invoke("run", prompts, "--out", tmp_path / "out", name, value)
+    assert isinstance(result.exception, UsageError | InputError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_standard_input_that_is_refused_is_not_kept(tmp_path: Path) -> None:
+    result = invoke("run", "-", "--out", tmp_path / "out", stdin=b"id,text\n1,hello\n")
+    assert isinstance(result.exception, InputError)
+    assert not (tmp_path / "out" / "stdin").exists()

@@ -12,6 +12,9 @@ from helpers import make_identity, make_ready
 
 from extractor.config import Identity, RunOptions
 from extractor.errors import ConfigMismatch, UsageError
+from extractor.runstate import difference_of
+from manifest.records import Source
+from prompts.inputs import InputFile
 
 OTHER: dict[str, Any] = {
     "architecture": "Other",
@@ -50,10 +53,40 @@ def test_a_field_that_differs_is_named_with_both_values(field: str) -> None:
     lines = str(caught.value).splitlines()
     name, before, now = field, getattr(identity, field), OTHER[field]
     if field == "reading":
-        name, before, now = "reading.thinking", before["thinking"], now["thinking"]
+        name, before, now = "--thinking", before["thinking"], now["thinking"]
     assert lines[1] == f"  {name}: out has {before!r}, this run has {now!r}"
     assert len(lines) == 3
     assert "another --out" in lines[2]
+
+
+def test_the_option_of_the_column_is_named_as_it_is_written() -> None:
+    changed = make_identity(reading={"fields": ["a"]})
+    with pytest.raises(ConfigMismatch, match=r"\n  --field: out has \[\], this run has \['a'\]"):
+        changed.require_same(make_identity(reading={"fields": []}), out=Path("out"))
+
+
+def test_inputs_that_differ_are_told_by_name_and_not_by_digest() -> None:
+    def difference(*files: tuple[str, str]) -> str:
+        before = [
+            Source(number=number, path=name, size_bytes=1, digest=name, num_rows=1)
+            for number, name in enumerate(("a", "b"))
+        ]
+        now = [
+            InputFile(path=path, size_bytes=1, digest=digest, num_rows=1) for path, digest in files
+        ]
+        return difference_of(before, now)
+
+    assert difference(("b", "b"), ("a", "a")) == (
+        "the same files in another order: begun with a, b, now b, a"
+    )
+    assert difference(("a", "a"), ("b", "x")) == "the content of b is not what it was"
+    assert difference(("a", "a")) == "other files: begun with a, b, now a"
+    assert difference(*((str(n), str(n)) for n in range(9))).endswith("0, 1, 2, 3 and 5 more")
+    with pytest.raises(ConfigMismatch) as caught:
+        make_identity(inputs=("y",)).require_same(
+            make_identity(), out=Path("out"), other_inputs="another order"
+        )
+    assert str(caught.value).splitlines()[1:-1] == ["  inputs: another order"]
 
 
 def test_all_differences_are_named_at_once_and_long_ones_are_cut() -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from prompts.align import Encoding, Places, Span, mark_spans
+from prompts.align import Encoding, Places, Span, has_split_start, mark_spans
 from prompts.types import RowError, RowReason
 
 
-def marks(text: str, offsets: list[Span], *spans: Span) -> list[int]:
+def encoding_of(text: str, offsets: list[Span]) -> Encoding:
     def token_at(position: int) -> int | None:
         covering = (index for index, (a, b) in enumerate(offsets) if a <= position < b)
         return next(covering, None)
 
     places = Places(all=lambda: offsets, token_at=token_at, of_token=lambda index: offsets[index])
-    encoding = Encoding(
-        text=text, ids=range(len(offsets)), places=places, encode_ids=lambda text: []
-    )
-    return mark_spans(encoding, spans).tolist()
+    return Encoding(text=text, ids=range(len(offsets)), places=places, encode_ids=lambda text: [])
+
+
+def marks(text: str, offsets: list[Span], *spans: Span) -> list[int]:
+    return mark_spans(encoding_of(text, offsets), spans).tolist()
 
 
 def test_tokens_that_begin_in_a_span_are_marked() -> None:
@@ -26,6 +27,22 @@ def test_tokens_that_begin_in_a_span_are_marked() -> None:
 
 def test_a_token_that_reaches_into_a_span_is_not_marked_and_one_that_reaches_out_is() -> None:
     assert marks("abcdef", [(0, 3), (3, 6)], (2, 5)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "start", "is_split"),
+    [
+        ([(0, 3), (3, 6)], 2, True),
+        ([(0, 3), (3, 6)], 3, False),
+        ([(0, 2), (3, 6)], 2, False),  # a space trimmed off
+        ([(0, 6)], 2, True),
+        ([(0, 2), (2, 3), (2, 3), (3, 6)], 2, False),
+    ],
+)
+def test_a_token_across_the_start_of_a_span_is_told(
+    offsets: list[Span], start: int, is_split: bool
+) -> None:
+    assert has_split_start(encoding_of("a: hi!", offsets), [(start, 6)]) is is_split
 
 
 def test_a_space_trimmed_off_the_offsets_still_belongs_to_its_word() -> None:

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from prompts import compression
 from prompts.containers import open_container
 from prompts.dialects import decode_row
+from prompts.first_rows import NUM_ROWS, require_fields, require_rows
 from prompts.inputs import read_rows, scan_inputs
+from prompts.options import ReadingOptions
 from prompts.paths import find_files, spool
 from prompts.types import InputError, RowError, RowReason
 
@@ -142,7 +144,13 @@ def test_files_of_all_kinds_are_numbered_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'[{"a": 1}, {"a": ', "cannot be read beyond its element 1"),
+        (b'[{"a": 1}, {"a": ', "beyond its element 1: it is cut off: copy the file again"),
+        (b'[{"a": 1}] {"a": 2}', "beyond its element 1: something stands behind its end"),
+        (b'[{"a": "\xff"}]', "beyond its element 0: it is not UTF-8: convert it [(]iconv"),
+        (b'[{"a": NaN}]', "beyond its element 0: NaN and Infinity are not JSON"),
+        (b'[{"a": -Infinity}]', "beyond its element 0: NaN and Infinity are not JSON"),
+        (gzip.compress(gzip.compress(b"{}")), "compressed twice"),
+        ('{"text": "a"}'.encode("utf-16-le"), "UTF-16 without its mark"),
         (b'[{"a": 1}, {"a": nil}]', "cannot be read beyond its element 1"),
         (b'[{"a": 1}]\n[{"a": 2}]', "rows of lists are not supported"),
         (b"[]", "no rows"),
@@ -264,6 +272,44 @@ def test_the_digest_is_that_of_the_bytes_on_the_disk(tmp_path: Path) -> None:
         assert digesting.size_bytes <= 2 * compression.CHUNK_BYTES
 
 
+@pytest.mark.parametrize(
+    ("data", "looks"),
+    [
+        (b"id,text\n1,hello\n", "it looks like CSV"),
+        (b"Once upon a time\nthere was\n", "it looks like plain text"),
+        (b'{"text": "a"}\r{"text": "b"}\r', "a carriage return alone"),
+        (b'{\n  "text": "a"\n}\n', "it looks like objects over several lines"),
+        (b'{"text": "\xe9"}\n', "it is not UTF-8"),
+        (b'{"text": "a", "score": NaN}\n', "NaN and Infinity are not JSON"),
+        (b"[1, 2]", "the row is a number"),
+        (b"[[1], [2]]", "the row is a list"),
+        (b'"a"\n"b"\n', "the row is a string"),
+        (b"x\n" * NUM_ROWS + b'{"text": "a"}\n', "it looks like plain text"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_with_what_it_looks_like(
+    tmp_path: Path, data: bytes, looks: str
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(data)
+    with pytest.raises(InputError) as caught:
+        require_rows(str(path))
+    assert str(caught.value).startswith(f"{path}: its first rows are no JSON objects: ")
+    assert looks in str(caught.value)
+    path.write_bytes(b"x\n" * (NUM_ROWS - 1) + b'{"text": "a"}\n')
+    require_rows(str(path))
+
+
+def test_a_field_that_no_row_has_is_refused_with_the_columns_that_are_there(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b'{"q": "a"}\n{"q": "b", "a": null}\n')
+    require_fields(str(path), ReadingOptions(fields=("q", "a")))
+    with pytest.raises(InputError, match=r"--field b: no row has such a column; found: q, a$"):
+        require_fields(str(path), ReadingOptions(fields=("q", "b")))
+
+
 # --- what stands on the command line ----------------------------------------------------------
 
 
@@ -273,6 +319,9 @@ def test_patterns_are_expanded_in_order_and_must_match(tmp_path: Path) -> None:
     found = [Path(path).name for path in find_files([tmp_path / "*.jsonl"])]
     assert found == ["[x].jsonl", "a.jsonl", "b.jsonl"]
     assert find_files([tmp_path / "[x].jsonl"]) == [str(tmp_path / "[x].jsonl")]
+    for words in ([tmp_path / "*.jsonl", tmp_path / "b.jsonl"], ["b.jsonl", "./b.jsonl"]):
+        with pytest.raises(InputError, match=r"b.jsonl: the same file is given twice"):
+            find_files(words)
     with pytest.raises(InputError, match="no file matches"):
         find_files([tmp_path / "*.parquet"])
 

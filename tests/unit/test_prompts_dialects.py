@@ -120,8 +120,8 @@ def test_a_system_turn_is_kept_and_never_doubled(system: dict[str, Any]) -> None
         ({}, "unknown_shape", "found: no fields"),
         ({"query": "x", "q": 1}, "unknown_shape", "found: query, q"),
         ({"messages": []}, "bad_order", "messages is an empty list"),
-        ({"messages": "Hi"}, "bad_content", "messages is a str"),
-        ({"messages": ["Hi"]}, "bad_content", "turn 0 is a str, not an object"),
+        ({"messages": "Hi"}, "bad_content", "messages is a string"),
+        ({"messages": ["Hi"]}, "bad_content", "turn 0 is a string, not an object"),
         ({"messages": [{"content": "Hi"}]}, "unknown_role", "turn 0 has no role or from"),
         ({"messages": [ANSWER, USER]}, "bad_order", "turn 0 (assistant) comes before the first"),
         (
@@ -135,13 +135,13 @@ def test_a_system_turn_is_kept_and_never_doubled(system: dict[str, Any]) -> None
         ({"messages": [{"role": "user", "content": ""}]}, "bad_content", "turn 0 (user) is empty"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "bad_content", "is empty"),
         ({"messages": [{"role": "user", "content": []}]}, "bad_content", "is empty"),
-        ({"messages": [{"role": "user", "content": 7}]}, "bad_content", "content is a int"),
+        ({"messages": [{"role": "user", "content": 7}]}, "bad_content", "content is a number"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "url": "x"}]}]},
             "bad_content",
             "turn 0 (user): content: part 0 is 'image_url'",
         ),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, "bad_content", "part 0 is 'str'"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "bad_content", "part 0 is 'a string'"),
         (
             {"messages": [USER, {"role": "user", "from": "gpt", "content": "x"}]},
             "conflicting_fields",
@@ -259,6 +259,13 @@ def test_a_line_that_is_no_json_object_is_refused(data: bytes, reason: RowReason
     with pytest.raises(RowError) as caught:
         decode_row(data)
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_is_no_json_is_called_that(number: str) -> None:
+    with pytest.raises(RowError) as caught:
+        decode_row(b'{"text":"NaN","score":%s}' % number.encode())
+    assert caught.value.detail.startswith("NaN and Infinity are not JSON (character 2")
 
 
 def test_a_json_error_tells_where_and_repeats_nothing() -> None:

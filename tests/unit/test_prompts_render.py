@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from prompts.inputs import RawRow, scan_inputs
 from prompts.render import Renderer
 from prompts.stream import read_prompts
-from prompts.types import BadRow, Prompt, RowReason, TokenizerError
+from prompts.types import Alteration, BadRow, Prompt, RowReason, TokenizerError
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}"
@@ -25,11 +25,15 @@ TEMPLATE = (
 
 
 def make_tokenizer(
-    template: str | None = TEMPLATE, *, extra: str | None = None
+    template: str | None = TEMPLATE,
+    *,
+    extra: str | None = None,
+    merges: tuple[tuple[str, str], ...] = (),
 ) -> PreTrainedTokenizerFast:
-    """One token for each byte, and the special ones."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    """One token for each byte, what `merges` makes of them, and the special ones."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     special = [
@@ -270,3 +274,21 @@ def test_a_skipped_row_is_not_even_parsed(tmp_path: Path, monkeypatch: pytest.Mo
     renderer = Renderer(make_tokenizer())
     monkeypatch.setattr(Renderer, "prompt_from", None)
     assert not list(read_prompts(scan_inputs([path]), renderer, skip=lambda ordinal: True))
+
+
+def test_an_answer_whose_first_token_begins_in_the_generation_prompt_is_counted() -> None:
+    template = TEMPLATE.replace("<|{{ m.role }}|>", "<|{{ m.role }}|>\n").replace(
+        "<|assistant|>", "<|assistant|>\n"
+    )
+    renderer = Renderer(make_tokenizer(template, merges=(("Ċ", "Ċ"),)))
+
+    def conversation(answer: str) -> dict[str, Any]:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        return {"messages": turns}
+
+    whole = prompt_of(renderer, conversation("bc"))
+    assert (whole.num_trained, whole.alterations) == (3, ())
+    split = prompt_of(renderer, conversation("\n\n bc"))
+    # One line break of the two is in the token that the header ends with.
+    assert split.num_trained == len("\n bc") + 1
+    assert split.alterations == (Alteration.ANSWER_START_UNTRAINED,)

@@ -252,13 +252,9 @@ def test_the_order_of_attack() -> None:
     row: dict[str, Any] = {
         "text": "T",
         "prompt": "P",
-        "question": "Q",
-        "answer": "A",
-        "input": [{"role": "user", "content": "I"}],
-        "output": "O",
-        "data": ["D"],
-        "conversations": [{"from": "human", "value": "C"}],
-        "messages": [{"role": "user", "content": "M"}],
+        "data": ["D", "A"],
+        "conversations": [{"from": "human", "value": "C"}, {"from": "gpt", "value": "A"}],
+        "messages": [{"role": "user", "content": "M"}, {"role": "assistant", "content": "A"}],
         "input_ids": [1],
     }
     assert isinstance(item_of(row), Ids)
@@ -266,9 +262,7 @@ def test_the_order_of_attack() -> None:
         ("input_ids", "M"),
         ("messages", "C"),
         ("conversations", "D"),
-        ("data", "I"),
-        ("input", "Q"),
-        ("question", "P"),
+        ("data", "P"),
     ]:
         del row[gone]
         assert turns_of(row)[0][1] == first
@@ -309,6 +303,102 @@ def test_field_takes_ids_and_text_as_well_and_says_what_is_missing() -> None:
     assert detail == "--field chat: there is no such column; found: text, messages"
     with pytest.raises(InputError, match="name one column, or two"):
         ReadingOptions(fields=("a", "b", "c"))
+
+
+# --- nothing is left out in silence -------------------------------------------------------------
+
+Q = {"role": "user", "content": "Q"}
+A = {"role": "assistant", "content": "A"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"instruction": "i", "input": "x", "output": "o", "history": [["q", "a"]]},
+            turns("q", "a", "i\n\nx", "o"),
+        ),
+        ({"instruction": "i", "output": "o", "history": []}, turns("i", "o")),
+        ({"instruction": "i", "output": "o", "history": [Q, A]}, turns("Q", "A", "i", "o")),
+        ({"prompt": "p", "history": [["q", "a"]]}, turns("q", "a", "p")),
+        ({"instruction": "i", "context": "c", "response": "o"}, turns("i\n\nc", "o")),
+        ({"system_prompt": "", "question": "q", "response": "a"}, turns("q", "a")),
+        ({"prompt": "p", "answer": "a"}, turns("p", "a")),
+        ({"prompt": "p", "response": "a", "completion": "a"}, turns("p", "a")),
+        ({"problem": "p", "solution": "so 4", "answer": "4"}, turns("p", "so 4")),
+        ({"prompt": [Q], "completion": "a"}, turns("Q", "a")),
+        ({"prompt": "Q", "completion": [A]}, turns("Q", "A")),
+        ({"input": [Q], "output": "", "response": "a"}, turns("Q", "a")),
+        ({"prompt": "p", "text": "t", "completion": "c"}, turns("p", "c")),
+    ],
+)
+def test_history_context_and_answers_of_every_column_are_read(
+    row: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    assert turns_of(row) == expected
+    assert item_of(row).alterations == set()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Q", "chosen": "A"},
+        {"prompt": "Q", "chosen": [Q, A]},
+        {"prompt": "Q", "chosen": [A]},
+        {"prompt": [Q], "chosen": [A]},
+        {"chosen": [Q, A]},
+        {"conversations": [{"from": "human", "value": "Q"}], "chosen": A},
+        {"prompt": "Q", "messages": [Q, A], "chosen": [Q, A]},
+    ],
+)
+def test_the_chosen_answer_is_read_and_the_rejected_one_counted(row: dict[str, Any]) -> None:
+    item = item_of({**row, "rejected": "B"})
+    assert [(turn.role, turn.content) for turn in item.turns] == turns("Q", "A")
+    assert item.alterations == {Alteration.REJECTED_DROPPED}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "detail"),
+    [
+        ({"prompt": "p", "response": "a", "completion": "b"}, "conflicting_fields", "response and"),
+        ({"prompt": "p", "question": "q", "answer": "a"}, "conflicting_fields", "question and"),
+        ({"prompt": "p", "question": "q"}, "conflicting_fields", "question and prompt disagree"),
+        ({"prompt": "p", "chosen": [Q, A]}, "conflicting_fields", "chosen begins with other turns"),
+        ({"question": "q", "answer": "a", "context": "c"}, "unsupported_field", "context would be"),
+        ({"prompt": "p", "responses": ["a", "b"]}, "unsupported_field", "responses would be left"),
+        ({"messages": [Q], "answer": "a"}, "unsupported_field", "answer would be left out"),
+        ({"messages": [Q, A], "history": [["q", "a"]]}, "conflicting_fields", "history stands"),
+        (
+            {"instruction": "i", "output": "o", "history": ["q", "a"]},
+            "bad_content",
+            "history is no list of [question, answer]",
+        ),
+        ({"question": "q", "answer": 42}, "bad_content", "answer is a number, not a string"),
+        ({"instruction": 5, "output": "o"}, "bad_content", "instruction is a number, not a"),
+    ],
+)
+def test_columns_that_would_be_left_out_refuse_the_row(
+    row: dict[str, Any], reason: str, detail: str
+) -> None:
+    found_reason, found_detail = refusal(row)
+    assert (found_reason, detail in found_detail) == (reason, True), found_detail
+
+
+@pytest.mark.parametrize(
+    ("row", "detail"),
+    [
+        ({"text": None}, "nothing to read: text is null"),
+        ({"question": "q", "answer": None}, "question is a string, answer is null"),
+        ({"output": "o"}, "an answer without its question"),
+        ({"body": "b"}, "output, response, answer, message_2"),
+    ],
+)
+def test_an_unknown_shape_says_what_is_there_and_what_is_known(
+    row: dict[str, Any], detail: str
+) -> None:
+    reason, found = refusal(row)
+    assert (reason, detail in found) == (RowReason.UNKNOWN_SHAPE, True), found
+    assert "none of" not in found or not set(row) & {"text", "question", "answer", "output"}
 
 
 # --- cases of single rows -----------------------------------------------------------------------

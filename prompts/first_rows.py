@@ -1,0 +1,76 @@
+"""The first rows of a file: whether it is a file of rows at all, before anything is written."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from prompts.containers import Kind, open_container
+from prompts.dialects import decode_row
+from prompts.options import ReadingOptions
+from prompts.types import InputError, RowError, RowReason
+
+#: A file whose first rows are all no JSON objects is something else.
+NUM_ROWS = 10
+
+
+def require_rows(path: str) -> None:
+    """Raises `InputError`, saying what the file looks like, where no first row is an object."""
+    with open_container(path) as (container, _):
+        first: tuple[bytes, RowError] | None = None
+        for _, data in islice(container.rows(lambda index: False), NUM_ROWS):
+            assert data is not None
+            try:
+                decode_row(data)
+            except RowError as exc:
+                first = first or (data, exc)
+            else:
+                return
+        if first is None:
+            return  # no row at all, which the scan refuses
+        looks = _looks(container.kind, *first)
+        raise InputError(f"{path}: its first rows are no JSON objects: {looks}")
+
+
+def require_fields(path: str, options: ReadingOptions) -> None:
+    """Raises `InputError` where no row of the file has the columns that `--field` names."""
+    missing = set(options.fields)
+    names: dict[str, None] = {}
+    with open_container(path) as (container, _):
+        for _, data in container.rows(lambda index: False):
+            if not missing:
+                return
+            assert data is not None
+            try:
+                row = decode_row(data)
+            except RowError:
+                continue
+            missing -= set(row)
+            if len(names) < NUM_ROWS:
+                names |= dict.fromkeys(name[:40] for name in row)
+    if missing:
+        absent = " and ".join(sorted(missing))
+        found = ", ".join(names) or "none"
+        raise InputError(f"{path}: --field {absent}: no row has such a column; found: {found}")
+
+
+def _looks(kind: Kind, data: bytes, error: RowError) -> str:
+    start = data.lstrip()
+    if (
+        kind is not Kind.JSONL
+        or start.startswith((b'"', b"["))
+        or error.reason is RowReason.NOT_AN_OBJECT
+    ):
+        return error.detail
+    if b"\r" in data.strip():
+        return "it looks like lines that end in a carriage return alone: tr '\\r' '\\n'"
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return "it is not UTF-8: convert it (iconv -t UTF-8)"
+    if start.startswith(b"{"):
+        if start.strip() == b"{":
+            return "it looks like objects over several lines: jq -c . makes a line of each"
+        return error.detail
+    if b"," in data or b"\t" in data:
+        return "it looks like CSV: convert it to JSONL or Parquet"
+    return "it looks like plain text: give a file with one JSON object on each line"
