@@ -27,6 +27,7 @@ from extractor.shard_format import (
     tensor_name,
 )
 from extractor.shards import open_shard_path, sealed_shard_path
+from extractor.strays import require_begun, require_manifest
 from extractor.tables import amount, table
 from extractor.verify import check_finite
 from manifest.records import Row, Shard, Totals
@@ -134,10 +135,14 @@ Progress = Callable[[int], None]
 def audit(out: Path, *, fast: bool = False, progress: Progress = lambda _: None) -> Audit:
     """Check a data set. `fast` leaves out the states' bytes: digests and finiteness.
 
-    Raises ManifestMissing where there is no data set, ManifestError for one of another version.
+    Raises UsageError for shards whose manifest is lost, ManifestMissing where there is no data
+    set, ManifestError for one of another version.
     """
+    require_manifest(out)
     store = Store.open_read_only(out / MANIFEST_NAME)
     try:
+        if not store.identity():
+            require_begun(out)
         return _Auditor(out, store, fast=fast, progress=progress).run()
     finally:
         store.close()

@@ -15,6 +15,7 @@ from extractor.shards import (
     reopen_on_disk,
     sealed_on_disk,
 )
+from extractor.strays import require_free_numbers
 from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store
@@ -40,8 +41,12 @@ class Reconciled:
 async def reconcile(
     owner: StoreOwner, directory: Path, *, note: Callable[[str], None]
 ) -> Reconciled:
-    """Reopen shards whose end is gone, note those that were sealed, and tell which are open."""
+    """Reopen shards whose end is gone, note those that were sealed, and tell which are open.
+
+    Raises UsageError for shards that the manifest should know of and does not, OSError.
+    """
     shards = await owner.call(lambda store: store.shards())
+    require_free_numbers(directory, shards)
     remove_unknown(directory, shards)
     open_shards: list[OpenShard] = []
     lost_ordinals: list[int] = []

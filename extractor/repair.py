@@ -19,6 +19,7 @@ from extractor.errors import CorruptData
 from extractor.files import sync_directory
 from extractor.lock import exclusive
 from extractor.shards import ShardSettings, ShardWriter, sealed_shard_path
+from extractor.tables import counted
 from manifest.records import Forgotten, Relocated, Row, Shard
 from manifest.store import Store
 
@@ -45,18 +46,25 @@ class Repair:
     shards: int  # damaged ones, replaced or given up
     kept: int  # sound samples of these
     planned: int  # samples that the next run extracts again
+    unknown: tuple[str, ...] = ()  # files among the shards that the manifest does not know: left
 
     def to_document(self) -> dict[str, Any]:
         """The part of the JSON of `extractor verify --repair`."""
         return asdict(self)
 
     def to_text(self) -> str:
-        if not self.shards:
-            return "nothing to repair"
-        return (
-            f"repaired {self.shards:,} shards: {self.kept:,} samples kept, {self.planned:,} to be "
-            "extracted again by the same `extractor run`"
-        )
+        lines = ["nothing to repair"]
+        if self.shards:
+            lines = [
+                f"repaired {counted(self.shards, 'shard')}: {counted(self.kept, 'sample')} kept, "
+                f"{self.planned:,} to be extracted again by the same `extractor run`"
+            ]
+        if self.unknown:
+            lines.append(
+                f"left alone {counted(len(self.unknown), 'file')} that the manifest does not know; "
+                "move away or remove by hand: " + ", ".join(self.unknown)
+            )
+        return "\n".join(lines)
 
 
 def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple[Audit, Repair]:
@@ -101,7 +109,8 @@ class _Repairer:
             num_kept = self._replace(shard, rows, damaged)
             kept += num_kept
             planned += len(rows) - num_kept
-        return Repair(shards=len(shards), kept=kept, planned=planned)
+        unknown = tuple(f.detail for f in found.findings if f.kind is FindingKind.SHARD_UNKNOWN)
+        return Repair(shards=len(shards), kept=kept, planned=planned, unknown=unknown)
 
     def _replace(self, shard: Shard, rows: Sequence[Row], damaged: Collection[int]) -> int:
         """Move the sound samples of a shard to a new one; how many those were."""

@@ -40,6 +40,7 @@ from extractor.runstate import (
     require_same_inputs,
 )
 from extractor.session import Session, shard_settings
+from extractor.strays import require_begun, require_manifest
 from extractor.tables import amount, table
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
@@ -119,6 +120,7 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
         reporter.note(warning)
     try:
         with exclusive(options.out):
+            require_manifest(options.out)
             async with _open_manifest(options) as owner:
                 return await _run_until_done(options, reporter, files, owner)
     except OSError as error:
@@ -149,7 +151,9 @@ async def _run(
     options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
 ) -> RunSummary:
     state = await RunState.load(owner, files)
-    if not state.is_new:
+    if state.is_new:
+        require_begun(options.out)
+    else:
         await require_same_inputs(owner, options, files)
     left = await reconcile(owner, options.shards_path, note=reporter.note)
     state.forget(left.lost)
