@@ -28,7 +28,7 @@ from extractor.shard_format import (
 )
 from extractor.shards import open_shard_path, sealed_shard_path
 from extractor.strays import require_begun, require_manifest
-from extractor.tables import amount, table
+from extractor.tables import amount, counted, table
 from extractor.verify import check_finite
 from manifest.records import Row, Shard, Totals
 from manifest.store import Store
@@ -121,7 +121,7 @@ class Audit:
         if len(self.findings) > SHOWN_FINDINGS:
             hidden = len(self.findings) - SHOWN_FINDINGS
             lines.append(f"  … and {hidden:,} more: --json lists all")
-        lines.append("clean" if self.is_clean else f"{len(self.findings):,} findings")
+        lines.append("clean" if self.is_clean else counted(len(self.findings), "finding"))
         return "\n".join(lines)
 
     def findings_by_kind(self) -> dict[FindingKind, int]:
@@ -132,17 +132,27 @@ Progress = Callable[[int], None]
 """Called with the number of samples checked since the last call."""
 
 
+def open_manifest(out: Path) -> Store:
+    """The manifest of a data set, for reading. Raises as `audit` does."""
+    require_manifest(out)
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        if not store.identity():
+            require_begun(out)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
 def audit(out: Path, *, fast: bool = False, progress: Progress = lambda _: None) -> Audit:
     """Check a data set. `fast` leaves out the states' bytes: digests and finiteness.
 
     Raises UsageError for shards whose manifest is lost, ManifestMissing where there is no data
     set, ManifestError for one of another version.
     """
-    require_manifest(out)
-    store = Store.open_read_only(out / MANIFEST_NAME)
+    store = open_manifest(out)
     try:
-        if not store.identity():
-            require_begun(out)
         return _Auditor(out, store, fast=fast, progress=progress).run()
     finally:
         store.close()
@@ -246,7 +256,7 @@ class _Auditor:
         except OSError as error:
             self._find(
                 FindingKind.SHARD_MISSING,
-                f"{path}: {error.strerror}; {len(rows)} samples are lost",
+                f"{path}: {error.strerror}; lost: {counted(len(rows), 'sample')}",
                 shard=shard,
             )
             return
@@ -300,7 +310,9 @@ class _Auditor:
         if header:
             names = ", ".join(sorted(header)[:5])
             self._find(
-                FindingKind.SHARD_HEADER, f"{len(header)} unknown tensors: {names}", shard=shard
+                FindingKind.SHARD_HEADER,
+                f"{counted(len(header), 'unknown tensor')}: {names}",
+                shard=shard,
             )
 
     def _check_digest(self, shard: Shard, rows: list[Row], descriptor: int, size: int) -> None:

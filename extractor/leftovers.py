@@ -16,6 +16,7 @@ from pathlib import Path
 
 from extractor.files import write_whole
 from extractor.process import left_in_shared_memory, remove_shared_memory
+from extractor.tables import counted
 from extractor.writers import is_same_process, process_start_ticks, scan_writers
 from server_patch.dump_format import FAILED_NAME, READY_NAME, is_dump_name
 
@@ -122,7 +123,7 @@ def _of_dead_servers(root: Path) -> Iterator[Leftover]:
         num_dumps = sum(is_dump_name(path.name) for path in rank.directory.glob("*"))
         yield Leftover(
             path=rank.directory,
-            what=f"of the dead server {rank.ready.pid}, {num_dumps} dumps",
+            what=f"of the dead server {rank.ready.pid}, {counted(num_dumps, 'dump')}",
             size_bytes=_size(rank.directory),
             is_removable=True,
         )
@@ -161,7 +162,7 @@ def _of_journals(root: Path) -> Iterator[Leftover]:
         files = left_in_shared_memory(journal.inodes)
         yield Leftover(
             path=path,
-            what=f"of the dead server {journal.pid} in /dev/shm: {len(files)} files",
+            what=f"of the dead server {journal.pid} in /dev/shm: {counted(len(files), 'file')}",
             size_bytes=sum(_file_size(file) for file in files),
             is_removable=True,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from extractor.errors import OutputBusy
+from extractor.errors import OutputBusy, UsageError
 
 LOCK_NAME = ".lock"
 
@@ -17,9 +17,15 @@ LOCK_NAME = ".lock"
 def exclusive(out: Path) -> Iterator[None]:
     """Hold `out` for this process; the kernel lets go of it however the process ends.
 
-    Raises OutputBusy naming the process that holds it.
+    Raises OutputBusy naming the process that holds it, UsageError where nothing can be written.
     """
-    descriptor = os.open(out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UsageError(
+            f"{out} cannot be written ({error.strerror}). Nothing was changed: name a directory "
+            "that this user can write, or make this one so."
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,6 +16,7 @@ from extractor.shards import (
     sealed_on_disk,
 )
 from extractor.strays import require_free_numbers
+from extractor.tables import counted
 from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store
@@ -62,8 +63,8 @@ async def reconcile(
         lost = lost_rows(directory, shard, rows)
         if lost:
             note(
-                f"{directory / shard.name}: the bytes of {len(lost)} stored samples are gone; "
-                "they are extracted again"
+                f"{directory / shard.name}: the bytes of {counted(len(lost), 'stored sample')} "
+                "are gone; they are extracted again"
             )
             # The name first: until the manifest knows, the same samples are found lost again.
             reopen_on_disk(directory, shard)

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from extractor.audit import Audit, FindingKind, Progress, audit
+from extractor.audit import Audit, FindingKind, Progress, audit, open_manifest
 from extractor.config import MANIFEST_NAME, SHARDS_DIRECTORY, Identity, RunOptions
-from extractor.errors import CorruptData
+from extractor.errors import CorruptData, storage_error
 from extractor.files import sync_directory
 from extractor.lock import exclusive
 from extractor.shards import ShardSettings, ShardWriter, sealed_shard_path
@@ -71,8 +71,19 @@ def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple
     """Check a data set and replace its damaged shards.
 
     Raises OutputBusy while a run writes it, CorruptData for a manifest that is damaged itself,
-    OSError, ManifestError.
+    ManifestMissing where there is no data set, UsageError where nothing can be written, SpaceError,
+    ManifestError.
     """
+    # First, so that no lock is left in a directory that is no data set.
+    open_manifest(out).close()
+    try:
+        return _audit_and_repair(out, progress)
+    except OSError as error:
+        where = out if error.filename is None else Path(error.filename)
+        raise storage_error(error, where=where) from error
+
+
+def _audit_and_repair(out: Path, progress: Progress) -> tuple[Audit, Repair]:
     with exclusive(out):
         found = audit(out, progress=progress)
         if FindingKind.MANIFEST_DAMAGED in found.findings_by_kind():

@@ -41,7 +41,7 @@ from extractor.runstate import (
 )
 from extractor.session import Session, shard_settings
 from extractor.strays import require_begun, require_manifest
-from extractor.tables import amount, table
+from extractor.tables import amount, counted, table
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State
@@ -186,7 +186,7 @@ async def _run(
         if options.retry_failed:
             # Only now: a command that is refused must leave the data set as it was.
             reopened = await owner.call(Store.reopen_failed)
-            reporter.note(f"{reopened} failed rows are tried again")
+            reporter.note(f"tried again: {counted(reopened, 'failed row')}")
             state = await RunState.load(owner, files)
         if state.is_finished:
             remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
