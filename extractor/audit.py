@@ -18,6 +18,7 @@ from extractor.copying import BLOCK_BYTES
 from extractor.dataset import dataset_document
 from extractor.errors import CorruptData
 from extractor.files import blocks, read_into
+from extractor.lock import writer_of
 from extractor.report import totals_document, totals_table
 from extractor.shard_format import (
     decode_shard_header,
@@ -27,7 +28,8 @@ from extractor.shard_format import (
     tensor_name,
 )
 from extractor.shards import open_shard_path, sealed_shard_path
-from extractor.tables import amount, table
+from extractor.strays import require_begun, require_manifest
+from extractor.tables import amount, counted, table
 from extractor.verify import check_finite
 from manifest.records import Row, Shard, Totals
 from manifest.store import Store
@@ -78,6 +80,7 @@ class Audit:
     samples_checked: int = 0
     bytes_checked: int = 0
     is_fast: bool = False
+    writer: int | None = None  # pid of a process that wrote the data set when this began
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -89,6 +92,7 @@ class Audit:
         return {
             "clean": self.is_clean,
             "fast": self.is_fast,
+            "writer": self.writer,
             "input_rows": self.num_input_rows,
             **totals_document(self.totals),
             "duplicates": self.duplicates,
@@ -120,7 +124,12 @@ class Audit:
         if len(self.findings) > SHOWN_FINDINGS:
             hidden = len(self.findings) - SHOWN_FINDINGS
             lines.append(f"  … and {hidden:,} more: --json lists all")
-        lines.append("clean" if self.is_clean else f"{len(self.findings):,} findings")
+        if self.writer is not None:
+            lines.append(
+                f"process {self.writer} is writing this data set: what it has not finished is no "
+                "damage; verify again when it has ended"
+            )
+        lines.append("clean" if self.is_clean else counted(len(self.findings), "finding"))
         return "\n".join(lines)
 
     def findings_by_kind(self) -> dict[FindingKind, int]:
@@ -131,20 +140,37 @@ Progress = Callable[[int], None]
 """Called with the number of samples checked since the last call."""
 
 
+def open_manifest(out: Path) -> Store:
+    """The manifest of a data set, for reading. Raises as `audit` does."""
+    require_manifest(out)
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        if not store.identity():
+            require_begun(out)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
 def audit(out: Path, *, fast: bool = False, progress: Progress = lambda _: None) -> Audit:
     """Check a data set. `fast` leaves out the states' bytes: digests and finiteness.
 
-    Raises ManifestMissing where there is no data set, ManifestError for one of another version.
+    Raises UsageError for shards whose manifest is lost, ManifestMissing where there is no data
+    set, ManifestError for one of another version.
     """
-    store = Store.open_read_only(out / MANIFEST_NAME)
+    writer = writer_of(out)  # before the manifest: it may end while that is read
+    store = open_manifest(out)
     try:
-        return _Auditor(out, store, fast=fast, progress=progress).run()
+        return _Auditor(out, store, fast=fast, progress=progress, writer=writer).run()
     finally:
         store.close()
 
 
 class _Auditor:
-    def __init__(self, out: Path, store: Store, *, fast: bool, progress: Progress) -> None:
+    def __init__(
+        self, out: Path, store: Store, *, fast: bool, progress: Progress, writer: int | None
+    ) -> None:
         self._out = out
         self._directory = out / SHARDS_DIRECTORY
         self._store = store
@@ -158,6 +184,10 @@ class _Auditor:
             num_input_rows=sum(source.num_rows for source in store.sources()),
             num_shards=0,
             is_fast=fast,
+            writer=writer,
+        )
+        self._remedy = (
+            "run the same command again" if writer is None else f"process {writer} is at it"
         )
 
     def run(self) -> Audit:
@@ -199,14 +229,14 @@ class _Auditor:
             if not row.state.is_terminal:
                 self._find(
                     FindingKind.ROW_UNFINISHED,
-                    f"line {row.line} is {row.state}; run the same command again",
+                    f"line {row.line} is {row.state}; {self._remedy}",
                     row=row.ordinal,
                 )
         if expected != self._audit.num_input_rows:
             self._find(
                 FindingKind.ROWS_UNACCOUNTED,
                 f"the input has {self._audit.num_input_rows} rows, the manifest knows the first "
-                f"{expected}; run the same command again",
+                f"{expected}; {self._remedy}",
             )
 
     def _check_provenance(self) -> None:
@@ -231,7 +261,7 @@ class _Auditor:
         if not shard.is_sealed:
             self._find(
                 FindingKind.SHARD_UNSEALED,
-                "the run that fills it has not finished; run the same command again",
+                f"the run that fills it has not finished; {self._remedy}",
                 shard=shard,
             )
             if not path.exists():
@@ -241,7 +271,7 @@ class _Auditor:
         except OSError as error:
             self._find(
                 FindingKind.SHARD_MISSING,
-                f"{path}: {error.strerror}; {len(rows)} samples are lost",
+                f"{path}: {error.strerror}; lost: {counted(len(rows), 'sample')}",
                 shard=shard,
             )
             return
@@ -295,7 +325,9 @@ class _Auditor:
         if header:
             names = ", ".join(sorted(header)[:5])
             self._find(
-                FindingKind.SHARD_HEADER, f"{len(header)} unknown tensors: {names}", shard=shard
+                FindingKind.SHARD_HEADER,
+                f"{counted(len(header), 'unknown tensor')}: {names}",
+                shard=shard,
             )
 
     def _check_digest(self, shard: Shard, rows: list[Row], descriptor: int, size: int) -> None:

@@ -16,7 +16,7 @@ from extractor import __version__
 from extractor.client import Client
 from extractor.errors import SpaceError, exit_code
 from extractor.files import free_bytes
-from extractor.leftovers import find_leftovers, remove_leftovers
+from extractor.leftovers import find_leftovers, find_waiting, remove_leftovers
 from extractor.preflight import (
     Target,
     limits_of,
@@ -28,7 +28,7 @@ from extractor.preflight import (
     require_server,
     shm_budget,
 )
-from extractor.tables import amount
+from extractor.tables import amount, counted
 
 LEAST_FILES = 1024
 
@@ -183,10 +183,21 @@ def _dump_root(root: Path) -> Check:
 def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
     removed = remove_leftovers(root) if is_to_clean else []
     left = find_leftovers(root)
-    detail = "none"
+    waiting = [
+        f"{found.directory} (under a live server: {counted(found.num_dumps, 'dump')} of the run "
+        f"{found.run_id}, {amount(found.size_bytes)})"
+        for found in find_waiting(root)
+    ]
+    if waiting:
+        waiting.append(
+            "dumps under a live server are those of a run that goes on, or were left by a killed "
+            "one: then the same `extractor run` adopts them, or end the server and use --clean"
+        )
+    detail = "; ".join(waiting) or "none"
     if removed:
         size = amount(sum(leftover.size_bytes for leftover in removed))
         detail = f"removed {size}: " + ", ".join(str(leftover.path) for leftover in removed)
+        detail = "; ".join([detail, *waiting])
     if not left:
         return Check(name="leftovers", problem=None, detail=detail)
     lines = [
@@ -197,4 +208,4 @@ def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
             "the next `extractor run` of the same --out adopts its own dumps; "
             "`extractor doctor --clean` removes all"
         )
-    return Check(name="leftovers", problem="; ".join(lines))
+    return Check(name="leftovers", problem="; ".join([*lines, *waiting]))

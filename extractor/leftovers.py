@@ -15,10 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from extractor.files import write_whole
+from extractor.plan import run_of
 from extractor.process import left_in_shared_memory, remove_shared_memory
 from extractor.tables import counted
 from extractor.writers import is_same_process, process_start_ticks, scan_writers
-from server_patch.dump_format import FAILED_NAME, READY_NAME, is_dump_name
+from server_patch.dump_format import (
+    FAILED_NAME,
+    READY_NAME,
+    DumpFormatError,
+    is_dump_name,
+    read_header,
+)
 
 #: `<dump root>/.serve-<boot id>.json`: what a server of `extractor serve` has in /dev/shm.
 _JOURNAL_PREFIX = ".serve-"
@@ -86,6 +93,40 @@ class Journal:
         return is_same_process(self.pid, self.pid_start_ticks, self.pid_namespace)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Dumps of one run under a live server. Nothing tells a run that goes on from a killed one."""
+
+    directory: Path
+    run_id: str
+    num_dumps: int
+    size_bytes: int
+
+
+def find_waiting(root: Path) -> list[Waiting]:
+    """The dumps under live servers, by the run that asked for them; probes' are of run `probe`."""
+    waiting = []
+    for rank in scan_writers(root).alive:
+        sizes: dict[str, list[int]] = {}
+        for path in rank.directory.glob("*"):
+            if not is_dump_name(path.name):
+                continue
+            # A run that goes on takes its dumps away meanwhile.
+            with suppress(OSError, DumpFormatError):
+                run_id = run_of(read_header(path).header.rid)
+                sizes.setdefault(run_id or "unknown", []).append(_file_size(path))
+        waiting += [
+            Waiting(
+                directory=rank.directory,
+                run_id=run_id,
+                num_dumps=len(of_run),
+                size_bytes=sum(of_run),
+            )
+            for run_id, of_run in sorted(sizes.items())
+        ]
+    return waiting
+
+
 def find_leftovers(root: Path) -> list[Leftover]:
     """Everything under `root`, and in /dev/shm, that no live process is known to need."""
     return [*_of_dead_servers(root), *_without_owner(root), *_of_journals(root)]
@@ -123,7 +164,7 @@ def _of_dead_servers(root: Path) -> Iterator[Leftover]:
         num_dumps = sum(is_dump_name(path.name) for path in rank.directory.glob("*"))
         yield Leftover(
             path=rank.directory,
-            what=f"of the dead server {rank.ready.pid}, {num_dumps} dumps",
+            what=f"of the dead server {rank.ready.pid}, {counted(num_dumps, 'dump')}",
             size_bytes=_size(rank.directory),
             is_removable=True,
         )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from extractor.errors import OutputBusy
+from extractor.errors import OutputBusy, UsageError
+from extractor.writers import is_same_process, pid_namespace, process_start_ticks
 
 LOCK_NAME = ".lock"
 
@@ -17,20 +18,49 @@ LOCK_NAME = ".lock"
 def exclusive(out: Path) -> Iterator[None]:
     """Hold `out` for this process; the kernel lets go of it however the process ends.
 
-    Raises OutputBusy naming the process that holds it.
+    Raises OutputBusy naming the process that holds it, UsageError where nothing can be written.
     """
-    descriptor = os.open(out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        descriptor = os.open(out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UsageError(
+            f"{out} cannot be written ({error.strerror}). Nothing was changed: name a directory "
+            "that this user can write, or make this one so."
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            holder = (os.pread(descriptor, 128, 0).decode(errors="replace").split() or ["unknown"])[
+                0
+            ]
             raise OutputBusy(
                 f"{out} is being written by process {holder}. "
                 "Wait for it, stop it, or use another --out."
             ) from None
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        yield
+        start_ticks, namespace = process_start_ticks(os.getpid()), pid_namespace()
+        os.pwrite(descriptor, f"{os.getpid()} {start_ticks} {namespace}".encode(), 0)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the error that ended this is the one to show
+                os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
+
+
+def writer_of(out: Path) -> int | None:
+    """The pid of another process that holds `out`; None when none does, or none that can be seen
+    from here.
+
+    Told by what the holder wrote, not by trying the lock: a run that starts meanwhile would find
+    it taken.
+    """
+    try:
+        pid, start_ticks, namespace = (out / LOCK_NAME).read_text(errors="replace").split()
+        if int(pid) == os.getpid() or namespace != pid_namespace():
+            return None
+        return int(pid) if is_same_process(int(pid), int(start_ticks), namespace) else None
+    except (OSError, ValueError):
+        return None

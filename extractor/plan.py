@@ -59,6 +59,16 @@ def rid_prefix(run_id: str) -> str:
     return f"{RID_PREFIX}{run_id}-"
 
 
+def run_of(rid: str) -> str | None:
+    """The run that a request was of; None for a request that is none of ours.
+
+    >>> run_of(make_rid(run_id="ab12", session_id="c0ffee", ordinal=42, attempt=3)), run_of("x-1")
+    ('ab12', None)
+    """
+    run_id, dash, _ = rid.removeprefix(RID_PREFIX).partition("-")
+    return run_id if dash and rid.startswith(RID_PREFIX) else None
+
+
 def make_rid(*, run_id: str, session_id: str, ordinal: int, attempt: int) -> str:
     """A rid that was never used before: run, session (one process), prompt, attempt."""
     return f"{rid_prefix(run_id)}{session_id}-{ordinal}-{attempt}"

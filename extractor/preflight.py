@@ -309,4 +309,7 @@ def prepare_out(out: Path) -> None:
     except OSError as error:
         raise storage_error(error, where=out) from error
     if (free := free_bytes(out)) < LEAST_FREE_BYTES:
-        raise SpaceError(f"{out}: only {free >> 20} MiB free. Free space or name another --out.")
+        raise SpaceError(
+            f"{out}: only {amount(free)} free, a run begins with "
+            f"{amount(LEAST_FREE_BYTES)} at least. Free space or name another --out."
+        )

@@ -15,6 +15,8 @@ from extractor.shards import (
     reopen_on_disk,
     sealed_on_disk,
 )
+from extractor.strays import require_free_numbers
+from extractor.tables import counted
 from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store
@@ -40,8 +42,12 @@ class Reconciled:
 async def reconcile(
     owner: StoreOwner, directory: Path, *, note: Callable[[str], None]
 ) -> Reconciled:
-    """Reopen shards whose end is gone, note those that were sealed, and tell which are open."""
+    """Reopen shards whose end is gone, note those that were sealed, and tell which are open.
+
+    Raises UsageError for shards that the manifest should know of and does not, OSError.
+    """
     shards = await owner.call(lambda store: store.shards())
+    require_free_numbers(directory, shards)
     remove_unknown(directory, shards)
     open_shards: list[OpenShard] = []
     lost_ordinals: list[int] = []
@@ -57,8 +63,8 @@ async def reconcile(
         lost = lost_rows(directory, shard, rows)
         if lost:
             note(
-                f"{directory / shard.name}: the bytes of {len(lost)} stored samples are gone; "
-                "they are extracted again"
+                f"{directory / shard.name}: the bytes of {counted(len(lost), 'stored sample')} "
+                "are gone; they are extracted again"
             )
             # The name first: until the manifest knows, the same samples are found lost again.
             reopen_on_disk(directory, shard)

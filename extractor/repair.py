@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from extractor.audit import Audit, FindingKind, Progress, audit
+from extractor.audit import Audit, FindingKind, Progress, audit, open_manifest
 from extractor.config import MANIFEST_NAME, SHARDS_DIRECTORY, Identity, RunOptions
-from extractor.errors import CorruptData
+from extractor.errors import CorruptData, storage_error
 from extractor.files import sync_directory
 from extractor.lock import exclusive
 from extractor.shards import ShardSettings, ShardWriter, sealed_shard_path
+from extractor.tables import counted
 from manifest.records import Forgotten, Relocated, Row, Shard
 from manifest.store import Store
 
@@ -45,26 +46,44 @@ class Repair:
     shards: int  # damaged ones, replaced or given up
     kept: int  # sound samples of these
     planned: int  # samples that the next run extracts again
+    unknown: tuple[str, ...] = ()  # files among the shards that the manifest does not know: left
 
     def to_document(self) -> dict[str, Any]:
         """The part of the JSON of `extractor verify --repair`."""
         return asdict(self)
 
     def to_text(self) -> str:
-        if not self.shards:
-            return "nothing to repair"
-        return (
-            f"repaired {self.shards:,} shards: {self.kept:,} samples kept, {self.planned:,} to be "
-            "extracted again by the same `extractor run`"
-        )
+        lines = ["nothing to repair"]
+        if self.shards:
+            lines = [
+                f"repaired {counted(self.shards, 'shard')}: {counted(self.kept, 'sample')} kept, "
+                f"{self.planned:,} to be extracted again by the same `extractor run`"
+            ]
+        if self.unknown:
+            lines.append(
+                f"left alone {counted(len(self.unknown), 'file')} that the manifest does not know; "
+                "move away or remove by hand: " + ", ".join(self.unknown)
+            )
+        return "\n".join(lines)
 
 
 def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple[Audit, Repair]:
     """Check a data set and replace its damaged shards.
 
     Raises OutputBusy while a run writes it, CorruptData for a manifest that is damaged itself,
-    OSError, ManifestError.
+    ManifestMissing where there is no data set, UsageError where nothing can be written, SpaceError,
+    ManifestError.
     """
+    # First, so that no lock is left in a directory that is no data set.
+    open_manifest(out).close()
+    try:
+        return _audit_and_repair(out, progress)
+    except OSError as error:
+        where = out if error.filename is None else Path(error.filename)
+        raise storage_error(error, where=where) from error
+
+
+def _audit_and_repair(out: Path, progress: Progress) -> tuple[Audit, Repair]:
     with exclusive(out):
         found = audit(out, progress=progress)
         if FindingKind.MANIFEST_DAMAGED in found.findings_by_kind():
@@ -101,7 +120,8 @@ class _Repairer:
             num_kept = self._replace(shard, rows, damaged)
             kept += num_kept
             planned += len(rows) - num_kept
-        return Repair(shards=len(shards), kept=kept, planned=planned)
+        unknown = tuple(f.detail for f in found.findings if f.kind is FindingKind.SHARD_UNKNOWN)
+        return Repair(shards=len(shards), kept=kept, planned=planned, unknown=unknown)
 
     def _replace(self, shard: Shard, rows: Sequence[Row], damaged: Collection[int]) -> int:
         """Move the sound samples of a shard to a new one; how many those were."""

@@ -40,7 +40,8 @@ from extractor.runstate import (
     require_same_inputs,
 )
 from extractor.session import Session, shard_settings
-from extractor.tables import amount, table
+from extractor.strays import require_begun, require_manifest
+from extractor.tables import amount, counted, table
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State
@@ -119,6 +120,7 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
         reporter.note(warning)
     try:
         with exclusive(options.out):
+            require_manifest(options.out)
             async with _open_manifest(options) as owner:
                 return await _run_until_done(options, reporter, files, owner)
     except OSError as error:
@@ -149,7 +151,9 @@ async def _run(
     options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
 ) -> RunSummary:
     state = await RunState.load(owner, files)
-    if not state.is_new:
+    if state.is_new:
+        require_begun(options.out)
+    else:
         await require_same_inputs(owner, options, files)
     left = await reconcile(owner, options.shards_path, note=reporter.note)
     state.forget(left.lost)
@@ -182,7 +186,7 @@ async def _run(
         if options.retry_failed:
             # Only now: a command that is refused must leave the data set as it was.
             reopened = await owner.call(Store.reopen_failed)
-            reporter.note(f"{reopened} failed rows are tried again")
+            reporter.note(f"tried again: {counted(reopened, 'failed row')}")
             state = await RunState.load(owner, files)
         if state.is_finished:
             remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))

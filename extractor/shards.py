@@ -18,6 +18,7 @@ import xxhash
 from extractor.collect import DumpPiece
 from extractor.config import Identity
 from extractor.copying import BLOCK_BYTES, SampleCopier
+from extractor.errors import UsageError
 from extractor.files import blocks, sync_directory, write_at
 from extractor.shard_format import (
     encode_shard_header,
@@ -30,6 +31,10 @@ from extractor.shard_format import (
 )
 from manifest.records import Row, Shard, Stored
 from prompts.types import Prompt
+
+#: Patterns of the names below.
+SEALED_SHARDS = "shard-[0-9]*.safetensors"
+OPEN_SHARDS = ".shard-[0-9]*.open"
 
 
 def open_shard_path(directory: Path, shard: Shard) -> Path:
@@ -76,7 +81,10 @@ class ShardWriter:
 
     @classmethod
     def create(cls, settings: ShardSettings, *, number: int, expected_samples: int) -> ShardWriter:
-        """A new shard. Its file is durable by name; the manifest does not know of it yet."""
+        """A new shard. Its file is durable by name; the manifest does not know of it yet.
+
+        Raises UsageError when a sealed shard has its name already.
+        """
         room = header_room(expected_samples, settings.identity.layout)
         shard = Shard(
             number=number,
@@ -86,6 +94,7 @@ class ShardWriter:
             size_bytes=room,
             num_samples=0,
         )
+        require_not_sealed(settings.directory, shard)
         # A leftover of this name is from a crash before the manifest learnt of it.
         open_shard_path(settings.directory, shard).unlink(missing_ok=True)
         writer = cls(settings, shard, [], [])
@@ -163,7 +172,8 @@ class ShardWriter:
         """Write the header, make the whole file durable and give it its final name; its digest.
 
         Call after the manifest knows every sample. A crash at any point leaves the open file or
-        the sealed one, and `sealed_on_disk` tells which.
+        the sealed one, and `sealed_on_disk` tells which. Raises UsageError, and leaves both files,
+        when another file has taken the name.
         """
         os.ftruncate(self._descriptor, self.position)
         header = encode_shard_header(
@@ -174,6 +184,9 @@ class ShardWriter:
         )
         write_at(self._descriptor, header, 0)
         os.fsync(self._descriptor)
+        # A look is enough: whoever writes here holds the directory's lock. (Renames that refuse
+        # by themselves, and hard links, are not to be had on every file system.)
+        require_not_sealed(self._settings.directory, self.shard)
         os.rename(self._path, sealed_shard_path(self._settings.directory, self.shard))
         sync_directory(self._settings.directory)
         return shard_digest(header, self._digests)
@@ -189,6 +202,16 @@ class ShardWriter:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def require_not_sealed(directory: Path, shard: Shard) -> None:
+    """Raise UsageError when a sealed file has the name of a shard that is about to take it."""
+    path = sealed_shard_path(directory, shard)
+    if path.exists():
+        raise UsageError(
+            f"{path} exists already and is not the shard that would be written there. Restore the "
+            "manifest that knows of it, move the file away, or name another --out."
+        )
 
 
 def sealed_on_disk(directory: Path, shard: Shard, rows: Sequence[Row]) -> str | None:
@@ -225,7 +248,7 @@ def remove_emptied(directory: Path, shard: Shard) -> None:
 def remove_unknown(directory: Path, shards: Sequence[Shard]) -> None:
     """Remove open shards that the manifest never learnt of: none of their samples is stored."""
     known = {open_shard_path(directory, shard) for shard in shards}
-    for path in directory.glob(".shard-*.open"):
+    for path in directory.glob(OPEN_SHARDS):
         if path not in known:
             path.unlink()
 

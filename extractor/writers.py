@@ -77,9 +77,14 @@ def is_same_process(pid: int, start_ticks: int, namespace: str | None) -> bool:
     One in another PID namespace, as in another container, cannot be seen from here and is taken
     for alive: its files must not be touched, and the probe tells whether it works.
     """
-    if namespace not in (None, os.readlink("/proc/self/ns/pid")):
+    if namespace not in (None, pid_namespace()):
         return True
     return process_start_ticks(pid) == start_ticks
+
+
+def pid_namespace() -> str:
+    """The name of this process's PID namespace."""
+    return os.readlink("/proc/self/ns/pid")
 
 
 def process_start_ticks(pid: int) -> int | None:

@@ -77,6 +77,10 @@ class Store:
             raise ManifestMissing(
                 f"{path}: no manifest there. Name the directory given to `extractor run --out`."
             )
+        if not path.stat().st_size:
+            raise ManifestMissing(
+                f"{path} is an empty file: no data set was begun there, or its manifest was lost."
+            )
         with _explained(path):
             connection = sqlite3.connect(
                 f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None

@@ -6,6 +6,8 @@ import asyncio
 import json
 import shutil
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import xxhash
 from helpers import Notes, assert_whole, make_prompts, options_for, rows_of, write_prompts
 
 from extractor.audit import FindingKind, audit
+from extractor.lock import LOCK_NAME, writer_of
 from extractor.run import run
 from extractor.testing import FakeServer
 from manifest.errors import ManifestError, ManifestMissing
@@ -354,3 +357,44 @@ def test_progress_counts_every_sample(out: Path) -> None:
     counts: list[int] = []
     audit(out, progress=counts.append)
     assert sum(counts) == len(PROMPTS)
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from extractor.lock import exclusive
+with exclusive(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_data_set_that_is_being_written_is_called_so(out: Path) -> None:
+    database = sqlite3.connect(out / "manifest.sqlite")
+    database.execute("UPDATE shards SET is_sealed = 0, digest = NULL WHERE number = 0")
+    database.commit()
+    database.close()
+    command = [sys.executable, "-c", _HOLD, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+            found = audit(out)
+        finally:
+            holder.kill()
+    assert found.writer == holder.pid == found.to_document()["writer"]
+    assert f"process {holder.pid} is writing this data set" in found.to_text()
+    assert [f.kind for f in found.findings] == [FindingKind.SHARD_UNSEALED]
+    assert "run the same command again" not in found.to_text()
+    # It was killed: what it wrote of itself is still there, and nobody writes.
+    assert (out / LOCK_NAME).read_text().startswith(f"{holder.pid} ")
+    after = audit(out)
+    assert after.writer is None
+    assert "run the same command again" in after.to_text()
+
+
+@pytest.mark.parametrize("text", ["", "12", "1 2 pid:[3]", "x y z", "\0"])
+def test_a_lock_that_tells_of_no_process_here_names_none(tmp_path: Path, text: str) -> None:
+    assert writer_of(tmp_path) is None
+    (tmp_path / LOCK_NAME).write_text(text)
+    assert writer_of(tmp_path) is None

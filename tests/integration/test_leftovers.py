@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 
 from extractor.doctor import examine
-from extractor.leftovers import Journal, find_leftovers, remove_leftovers, remove_useless
+from extractor.leftovers import (
+    Journal,
+    find_leftovers,
+    find_waiting,
+    remove_leftovers,
+    remove_useless,
+)
 from extractor.testing import FakeServer
 from server_patch.dump_format import READY_NAME, decode_ready, encode_ready
 
@@ -130,3 +136,38 @@ async def test_doctor_lists_leftovers_and_removes_them_when_asked(
     assert str(dead) in str(check)
     assert (check.problem is None) == clean
     assert dead.exists() != clean
+
+
+@pytest.mark.parametrize("clean", [False, True])
+@pytest.mark.parametrize("is_beside_dead", [False, True])
+async def test_doctor_notes_dumps_under_a_live_server_and_never_removes_them(
+    tmp_path: Path, dump_root: Path, clean: bool, is_beside_dead: bool
+) -> None:
+    """Nothing proves that the run which asked for them is dead."""
+    server = FakeServer(dump_root)
+    async with server.running():
+        for rid in ("xtr-aa11-s-1-1", "xtr-aa11-s-2-1", "xtr-bb22-s-1-1"):
+            server.dump(rid, np.arange(4, dtype=np.int32))
+        if is_beside_dead:
+            await announced(dump_root, num_dumps=1, **DEAD)
+        dumps = sorted(server.directory.glob("*.safetensors"))
+        assert len(dumps) == 3
+        found = find_waiting(dump_root)
+        assert [(run.directory, run.run_id, run.num_dumps) for run in found] == [
+            (server.directory, "aa11", 2),
+            (server.directory, "bb22", 1),
+        ]
+        assert sum(run.size_bytes for run in found) == sum(p.stat().st_size for p in dumps)
+        checks = [
+            check
+            async for check in examine(
+                url="http://127.0.0.1:9", dump_root=dump_root, out=tmp_path / "out",
+                server_wait_s=0, clean=clean,
+            )
+        ]  # fmt: skip
+        (check,) = (check for check in checks if check.name == "leftovers")
+        assert f"{server.directory} (under a live server: 2 dumps of the run aa11" in str(check)
+        assert "1 dump of the run bb22" in str(check)
+        assert "end the server and use --clean" in str(check)
+        assert (check.problem is None) == (clean or not is_beside_dead)
+        assert sorted(server.directory.glob("*.safetensors")) == dumps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 from pathlib import Path
 
@@ -18,11 +20,12 @@ from helpers import (
 
 from extractor.audit import audit
 from extractor.config import MANIFEST_NAME
-from extractor.errors import CorruptData, OutputBusy
-from extractor.lock import exclusive
+from extractor.errors import CorruptData, OutputBusy, UsageError, exit_code
+from extractor.lock import LOCK_NAME, exclusive
 from extractor.repair import Repair, audit_and_repair
 from extractor.run import run
 from extractor.testing import FakeServer
+from manifest.errors import ManifestMissing
 from manifest.states import State
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -104,3 +107,40 @@ def test_a_damaged_manifest_cannot_be_repaired_from_itself(out: Path) -> None:
     database.close()
     with pytest.raises(CorruptData, match="Restore it from a copy"):
         audit_and_repair(out)
+
+
+def test_a_data_set_on_a_read_only_mount_is_checked_and_not_repaired(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def open_read_only(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_read_only)
+    assert audit(out).is_clean
+    with pytest.raises(UsageError, match=r"cannot be written .Read-only file system"):
+        audit_and_repair(out)
+
+
+def test_a_directory_without_a_data_set_is_not_repaired_and_gets_no_lock(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("nowhere", "there"):
+        with pytest.raises(ManifestMissing, match="no manifest there") as caught:
+            audit_and_repair(tmp_path / name)
+        assert exit_code(caught.value) == 2
+    assert not (tmp_path / "there" / LOCK_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("repair", "text"),
+    [
+        (Repair(shards=1, kept=1, planned=2), "repaired 1 shard: 1 sample kept, 2 to be extracted"),
+        (Repair(shards=2, kept=0, planned=3), "repaired 2 shards: 0 samples kept, 3 to be"),
+        (Repair(shards=0, kept=0, planned=0), "nothing to repair"),
+    ],
+)
+def test_a_repair_counts_in_words(repair: Repair, text: str) -> None:
+    assert repair.to_text().startswith(text)

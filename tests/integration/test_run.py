@@ -1038,7 +1038,9 @@ async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out")
         monkeypatch.setattr(extractor.preflight, "free_bytes", lambda path: 1 << 20)
-        with pytest.raises(SpaceError, match="only 1 MiB free"):
+        with pytest.raises(
+            SpaceError, match=r"only 1\.0 MiB free, a run begins with 64\.0 MiB at least"
+        ):
             await run(options, notes)
         assert server.requests == []
 

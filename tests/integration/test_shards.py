@@ -16,6 +16,7 @@ from helpers import LAYOUT, Ids, make_header, make_identity, make_prompts, promp
 from extractor.collect import DumpFile, DumpPiece
 from extractor.config import Layout
 from extractor.copying import BLOCK_BYTES, SampleFault
+from extractor.errors import UsageError
 from extractor.shards import ShardSettings, ShardWriter, lost_rows, sealed_on_disk
 from extractor.testing import fake_states
 from manifest.correlate import Piece
@@ -259,3 +260,19 @@ def test_samples_whose_end_is_cut_off_are_lost_and_no_others(
     writer.close()
     path.unlink()
     assert lost_rows(settings.directory, shard, rows) == rows
+
+
+def test_no_shard_replaces_a_sealed_file(settings: ShardSettings, dumps: Dumps) -> None:
+    sealed = settings.directory / "shard-000000.safetensors"
+    writer = ShardWriter.create(settings, number=0, expected_samples=10)
+    (row,) = make_prompts(1)
+    writer.append(prompt_of(row, ordinal=0), dumps.make(row))
+    writer.sync()
+    sealed.write_bytes(b"another's")
+    with pytest.raises(UsageError, match="exists already"):
+        writer.seal()
+    writer.close()
+    with pytest.raises(UsageError, match="exists already"):
+        ShardWriter.create(settings, number=0, expected_samples=10)
+    assert sealed.read_bytes() == b"another's"
+    assert (settings.directory / ".shard-000000.open").stat().st_size == writer.position

@@ -227,7 +227,7 @@ def test_a_manifest_of_a_newer_version_is_refused(store: Store, path: Path) -> N
 def test_a_manifest_that_was_never_begun_is_not_read(path: Path) -> None:
     sqlite3.connect(path).close()
     path.touch()
-    with pytest.raises(ManifestError, match="never begun"):
+    with pytest.raises(ManifestError, match="an empty file"):
         Store.open_read_only(path)
 
 
