@@ -41,14 +41,6 @@ def amount(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
 
 
-def counted(number: int, noun: str) -> str:
-    """
-    >>> counted(1, "shard"), counted(0, "shard"), counted(1200, "dump")
-    ('1 shard', '0 shards', '1,200 dumps')
-    """
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 def duration(seconds: float) -> str:
     """
     >>> [duration(s) for s in (0.4, 59.6, 3599, 90061)]
