@@ -66,7 +66,6 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
         directory=directory,
         file_mode=0o600,
         num_writers=num_writers,
-        bytes_per_row=layout.bytes_per_row,
         ring=ring,
         stager=stager,
         stats=stats,

@@ -55,6 +55,7 @@ class Tap:
         begun = time.perf_counter()
         # Requests and their first positions, not yet safely queued.
         missing: list[tuple[str, int]] = [(rid, 0) for rid in self._ours(batch.rids)]
+        num_ours = len(missing)
         try:
             spans = plan_spans(
                 rids=batch.rids,
@@ -75,7 +76,7 @@ class Tap:
             missing = []
             self._stats.add(
                 forwards=1,
-                foreign_requests=len(batch.rids) - len(self._ours(batch.rids)),
+                foreign_requests=len(batch.rids) - num_ours,
                 ring_wait_seconds=waited,
                 tap_seconds=time.perf_counter() - begun,
             )

@@ -73,7 +73,6 @@ class WriterPool:
         directory: Path,
         file_mode: int,
         num_writers: int,
-        bytes_per_row: int,
         ring: Ring,
         stager: Stager,
         stats: Stats,
@@ -84,7 +83,6 @@ class WriterPool:
         self._directory = directory
         self._file_mode = file_mode
         self._num_writers = num_writers
-        self._bytes_per_row = bytes_per_row
         self._ring = ring
         self._stager = stager
         self._stats = stats
@@ -165,7 +163,8 @@ class WriterPool:
 
     def _num_parts(self, job: Job) -> int:
         """As many as there are writers, unless that makes them small: a message costs too."""
-        wanted = job.slot_rows * self._bytes_per_row // _PART_BYTES
+        plan = self._ring.plan
+        wanted = job.slot_rows * plan.slot_bytes // plan.slot_rows // _PART_BYTES
         return max(1, min(self._num_writers, wanted))
 
     def _send(self, slot: Slot | None, job: Job) -> None:
@@ -230,16 +229,17 @@ class WriterPool:
             was_ours = writer in self._writers
             if was_ours:
                 self._writers.remove(writer)
+                # One that never did any work would only die again.
+                self._num_to_start += writer.num_reports > 0
         if was_ours:
             logger.error("hidden states: a writer process ended with status %s", status)
         for slot, job in writer.given:
             self._give_up(slot, job, f"the writer process ended with status {status}")
-        # One that never did any work would only die again.
-        self._num_to_start += was_ours and writer.num_reports > 0
 
     def _replace_dead(self) -> None:
-        while self._num_to_start:
-            self._num_to_start -= 1
+        with self._lock:
+            count, self._num_to_start = self._num_to_start, 0
+        for _ in range(count):
             with suppress(WriterError):
                 successor = self._spawn()
                 with self._lock:

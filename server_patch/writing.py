@@ -100,7 +100,6 @@ def start_writing(
         directory=home.directory,
         file_mode=home.file_mode,
         num_writers=num_writers,
-        bytes_per_row=layout.bytes_per_row,
         ring=ring,
         stager=stager,
         stats=stats,

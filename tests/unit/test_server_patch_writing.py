@@ -119,7 +119,6 @@ class Rig:
             directory=directory,
             file_mode=0o640,
             num_writers=2,
-            bytes_per_row=LAYOUT.bytes_per_row,
             ring=self.ring,
             stager=stager,
             stats=self.stats,
