@@ -15,7 +15,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-NULL = "null"
+from benchmarks.prefill_overhead import NULL
 
 
 def draw(results: dict[str, dict[str, Any]], *, prompt_tokens: int) -> Any:

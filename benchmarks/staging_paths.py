@@ -163,7 +163,7 @@ def measure_copies(total_bytes: int) -> None:
     for how, copy in {
         "in one part": lambda: submit(total_bytes),
         "in parts of 16 MiB, all submitted at once": lambda: submit(16 << 20),
-        "as the plugin does, two parts at a time": drive,
+        "as the plugin does, by its own thread": drive,
     }.items():
         copy()
         show("to-ring", how=how, gigabytes_per_s=total_bytes / _median_s(copy) / 1e9)
