@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, BinaryIO, Final
 
 import ijson
@@ -81,12 +82,25 @@ class Container:
         kind: Kind,
         path: str,
         stream: io.BufferedReader[Any],
-        columns_path: str | None = None,
+        is_compressed: bool,
+        stack: ExitStack,
     ) -> None:
+        """stack: ends with the container's use."""
         self.kind = kind
         self._path = path
         self._stream = stream
-        self._columns_path = columns_path or path  # where the bytes of a column format lie
+        self._is_compressed = is_compressed
+        self._stack = stack
+
+    @cached_property
+    def _columns_path(self) -> str:
+        """Where the bytes of a column format lie, which is read at random."""
+        if not self._is_compressed:
+            return self._path
+        copy = self._stack.enter_context(tempfile.NamedTemporaryFile(prefix="prompts-"))
+        shutil.copyfileobj(self._stream, copy, CHUNK_BYTES)
+        copy.flush()
+        return copy.name
 
     def rows(self, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
         """Each row's number from 1 (the line, of JSONL) and its JSON, to be iterated over once.
@@ -94,17 +108,16 @@ class Container:
         The JSON is None where `skip` says yes to the row's index, which counts from 0.
         Raises `InputError` where the file cannot be read on.
         """
-        match self.kind:
-            case Kind.JSONL:
-                rows = _lines(self._stream, self._path, skip)
-            case Kind.JSON_ARRAY:
-                rows = _elements(self._stream, self._path, skip)
-            case Kind.PARQUET:
-                rows = parquet_rows(self._columns_path, self._path, skip)
-            case Kind.ARROW:
-                rows = arrow_rows(self._columns_path, self._path, skip)
         with explained(self._path):
-            yield from rows
+            match self.kind:
+                case Kind.JSONL:
+                    yield from _lines(self._stream, self._path, skip)
+                case Kind.JSON_ARRAY:
+                    yield from _elements(self._stream, self._path, skip)
+                case Kind.PARQUET:
+                    yield from parquet_rows(self._columns_path, self._path, skip)
+                case Kind.ARROW:
+                    yield from arrow_rows(self._columns_path, self._path, skip)
 
     def count_rows(self) -> int:
         """How many rows there are; `rows` cannot be called afterwards."""
@@ -122,18 +135,14 @@ def open_container(path: str) -> Iterator[tuple[Container, DigestingFile]]:
         with explained(path):
             outer = io.BufferedReader(digesting, CHUNK_BYTES)
             stream = decompressed(outer, path)
-            kind = _kind(stream, path)
-            columns_path = None
-            if stream is not outer and kind in (Kind.PARQUET, Kind.ARROW):
-                # These formats are read at random.
-                copy = stack.enter_context(tempfile.NamedTemporaryFile(prefix="prompts-"))
-                shutil.copyfileobj(stream, copy, CHUNK_BYTES)
-                copy.flush()
-                columns_path = copy.name
-        yield (
-            Container(kind=kind, path=path, stream=stream, columns_path=columns_path),
-            digesting,
-        )
+            container = Container(
+                kind=_kind(stream, path),
+                path=path,
+                stream=stream,
+                is_compressed=stream is not outer,
+                stack=stack,
+            )
+        yield container, digesting
 
 
 def _kind(stream: io.BufferedReader[Any], path: str) -> Kind:
