@@ -16,12 +16,12 @@ from extractor.verify import check_header
 from manifest.correlate import Piece, Tiling, tile
 
 #: Pieces of one request after another, by the row that they are of.
-Leftovers = Mapping[int, Sequence[Sequence[DumpPiece]]]
+Adoptable = Mapping[int, Sequence[Sequence[DumpPiece]]]
 
 
-def find_leftovers(
+def find_adoptable(
     ranks: Sequence[Rank], *, run_id: str, identity: Identity, is_wanted: Callable[[int], bool]
-) -> Leftovers:
+) -> Adoptable:
     """The dumps of this run under `ranks` whose rows are wanted and whose layout fits."""
     by_rid: dict[str, list[DumpPiece]] = {}
     for rank in ranks:

@@ -15,8 +15,8 @@ import orjson
 
 from extractor.admission import Admission, Room
 from extractor.client import Client
-from extractor.config import NO_TOKENIZER, Layout, RunOptions
-from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, as_options
+from extractor.config import Layout, RunOptions
+from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, boundaries_of
 from extractor.errors import PluginError, ServerUnreachable, UsageError
 from extractor.files import free_bytes
 from extractor.forecast import Forecast, Speed, forecast_document, forecast_text
@@ -25,19 +25,16 @@ from extractor.plan import Limits, Request
 from extractor.preflight import (
     Target,
     layout_of,
-    limits_of,
     require_plugin,
     require_server,
     require_wanted,
     shm_budget,
 )
 from extractor.progress import Reporter
-from extractor.reading import in_thread, num_workers_for, prompts_of
+from extractor.reading import in_thread, num_workers_for, prompts_of, renderer_for
 from extractor.retry import Failure
 from extractor.tables import counted
-from prompts.render import Renderer
 from prompts.types import Prompt
-from server_patch import settings
 
 #: How long the probe of the server's speed sends prompts.
 PROBE_S = 5.0
@@ -115,7 +112,7 @@ async def _surroundings(options: RunOptions, client: Client) -> _Surroundings:
     except PluginError as error:
         return _Surroundings(tokenizer=tokenizer, why_no_speed=str(error))
     require_wanted(options, ranks[0].ready)
-    target = Target(facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
+    target = Target.of(facts, ranks)
     return _Surroundings(
         tokenizer=tokenizer,
         limits=target.limits,
@@ -144,16 +141,8 @@ def _from_model(folder: Path, options: RunOptions) -> tuple[Limits | None, Layou
         dtype = _DTYPES[config.get("dtype") or config.get("torch_dtype") or "bfloat16"]
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise UsageError(f"{folder / 'config.json'}: no model's configuration ({error})") from error
-    layers = options.layers or DEFAULT_LAYERS
-    environ = {settings.DUMP_DIR: "/", settings.BOUNDARIES: layers}
-    try:
-        asked = settings.Settings.from_environ(environ)
-        assert asked is not None
-        boundaries = asked.resolve_boundaries(num_layers)
-    except settings.SettingsError as error:
-        raise UsageError(as_options(str(error))) from error
     layout = Layout(
-        boundaries=boundaries,
+        boundaries=boundaries_of(options.layers or DEFAULT_LAYERS, num_layers=num_layers),
         hidden_size=hidden_size,
         dtype=dtype,
         last_kind=options.last_kind or DEFAULT_LAST_KIND,
@@ -177,9 +166,7 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         shard_bytes=options.shard_bytes,
         num_movers=options.num_movers,
     )
-    renderer = Renderer(options=options.reading)
-    if around.tokenizer != NO_TOKENIZER:
-        renderer = await asyncio.to_thread(Renderer.load, around.tokenizer, options.reading)
+    renderer = await asyncio.to_thread(renderer_for, around.tokenizer, options.reading)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as scratch:
         files = await asyncio.to_thread(
             scan_prompts, options.prompts, options.reading, spool_directory=Path(scratch)

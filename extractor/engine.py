@@ -137,6 +137,17 @@ class ServeOptions:
         return [*command, *preset, *self.arguments]
 
 
+def boundaries_of(layers: str, *, num_layers: int) -> tuple[int, ...]:
+    """What a server of `num_layers` layers captures for `--layers`. Raises UsageError."""
+    environ = {plugin.DUMP_DIR: "/", plugin.BOUNDARIES: layers}
+    try:
+        asked = plugin.Settings.from_environ(environ)
+        assert asked is not None
+        return asked.resolve_boundaries(num_layers)
+    except plugin.SettingsError as error:
+        raise UsageError(as_options(str(error))) from error
+
+
 def as_options(message: str) -> str:
     """A message of the plugin's parser with our options in place of its variables."""
     for variable, option in OPTIONS_OF_VARIABLES.items():

@@ -7,7 +7,6 @@ its READY.json (pid and start time) is gone. What cannot be told is listed and l
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +17,7 @@ from extractor.files import write_whole
 from extractor.plan import run_of
 from extractor.process import left_in_shared_memory, remove_shared_memory
 from extractor.tables import counted
-from extractor.writers import is_same_process, process_start_ticks, scan_writers
+from extractor.writers import is_same_process, pid_namespace, process_start_ticks, scan_writers
 from server_patch.dump_format import (
     FAILED_NAME,
     READY_NAME,
@@ -66,7 +65,7 @@ class Journal:
         return cls(
             pid=pid,
             pid_start_ticks=start_ticks,
-            pid_namespace=os.readlink("/proc/self/ns/pid"),
+            pid_namespace=pid_namespace(),
             inodes=tuple(sorted(inodes)),
         )
 
@@ -108,9 +107,7 @@ def find_waiting(root: Path) -> list[Waiting]:
     waiting = []
     for rank in scan_writers(root).alive:
         sizes: dict[str, list[int]] = {}
-        for path in rank.directory.glob("*"):
-            if not is_dump_name(path.name):
-                continue
+        for path in _dumps(rank.directory):
             # A run that goes on takes its dumps away meanwhile.
             with suppress(OSError, DumpFormatError):
                 run_id = run_of(read_header(path).header.rid)
@@ -139,9 +136,7 @@ def remove_leftovers(root: Path) -> list[Leftover]:
         if not leftover.is_removable:
             continue
         if leftover.path.is_dir():
-            shutil.rmtree(leftover.path, ignore_errors=True)
-            with suppress(OSError):  # another rank's directory is still in it
-                leftover.path.parent.rmdir()
+            _remove_rank(leftover.path)
         else:
             with suppress(OSError, ValueError):
                 remove_shared_memory(Journal.read(leftover.path).inodes)
@@ -153,15 +148,13 @@ def remove_leftovers(root: Path) -> list[Leftover]:
 def remove_useless(root: Path) -> None:
     """Remove directories of dead servers that hold no dump: nobody can ask for anything there."""
     for rank in scan_writers(root).dead:
-        if not any(is_dump_name(path.name) for path in rank.directory.glob("*")):
-            shutil.rmtree(rank.directory, ignore_errors=True)
-            with suppress(OSError):
-                rank.directory.parent.rmdir()
+        if not _dumps(rank.directory):
+            _remove_rank(rank.directory)
 
 
 def _of_dead_servers(root: Path) -> Iterator[Leftover]:
     for rank in scan_writers(root).dead:
-        num_dumps = sum(is_dump_name(path.name) for path in rank.directory.glob("*"))
+        num_dumps = len(_dumps(rank.directory))
         yield Leftover(
             path=rank.directory,
             what=f"of the dead server {rank.ready.pid}, {counted(num_dumps, 'dump')}",
@@ -214,6 +207,16 @@ def _failed_pid(path: Path) -> int | None:
         return int(json.loads(path.read_bytes())["pid"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _dumps(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("*") if is_dump_name(path.name)]
+
+
+def _remove_rank(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(OSError):  # another rank's directory is still beside it
+        directory.parent.rmdir()
 
 
 def _size(directory: Path) -> int:

@@ -17,7 +17,7 @@ from extractor.collect import Rank
 from extractor.collector import Collector
 from extractor.config import Layout, RunOptions
 from extractor.copying import SampleFault, check_tokens
-from extractor.engine import as_options
+from extractor.engine import boundaries_of
 from extractor.errors import (
     ConfigMismatch,
     PluginError,
@@ -35,7 +35,6 @@ from extractor.tables import amount
 from extractor.verify import check_reply
 from extractor.writers import ranks_of, scan_writers
 from prompts.types import Prompt
-from server_patch import settings
 from server_patch.dump_format import READY_NAME, Ready
 
 PROBE_TIMEOUT_S = 60.0
@@ -58,6 +57,11 @@ class Target:
     facts: ServerFacts
     ranks: tuple[Rank, ...]
     limits: Limits
+
+    @classmethod
+    def of(cls, facts: ServerFacts, ranks: tuple[Rank, ...]) -> Target:
+        """Raises PluginError where the server does not tell its limits."""
+        return cls(facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
 
     @property
     def ready(self) -> Ready:
@@ -105,13 +109,7 @@ def require_wanted(options: RunOptions, ready: Ready) -> None:
     if options.model is not None and not _same_model(options.model, ready.model_path):
         differences.append(f"--model {options.model}: it serves {ready.model_path}")
     if options.layers is not None:
-        environ = {settings.DUMP_DIR: "/", settings.BOUNDARIES: options.layers}
-        try:
-            asked = settings.Settings.from_environ(environ)
-            assert asked is not None
-            boundaries = asked.resolve_boundaries(ready.num_layers)
-        except settings.SettingsError as error:
-            raise UsageError(as_options(str(error))) from error
+        boundaries = boundaries_of(options.layers, num_layers=ready.num_layers)
         if boundaries != ready.boundaries:
             differences.append(
                 f"--layers {options.layers}: it captures boundaries {list(ready.boundaries)}"

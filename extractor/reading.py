@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 
+from extractor.config import NO_TOKENIZER
 from prompts.inputs import InputFile
+from prompts.options import ReadingOptions
 from prompts.pool import RendererPool
 from prompts.render import Renderer
 from prompts.stream import raw_rows, read_prompts
@@ -29,6 +31,13 @@ def num_workers_for(num_rows: int, wanted: int | None) -> int:
     if num_rows < LEAST_ROWS_FOR_WORKERS:
         return 0
     return min(MAX_WORKERS, max(1, (os.cpu_count() or 1) // 4))
+
+
+def renderer_for(tokenizer: str, reading: ReadingOptions) -> Renderer:
+    """The tokenizer loaded; none for `none`. Raises TokenizerError."""
+    if tokenizer == NO_TOKENIZER:
+        return Renderer(options=reading)
+    return Renderer.load(tokenizer, reading)
 
 
 @contextmanager

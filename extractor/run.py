@@ -11,7 +11,7 @@ from typing import Any
 
 from extractor.client import Client
 from extractor.collector import Collector, remove_dumps_of_the_dead
-from extractor.config import DATASET_NAME, NO_TOKENIZER, Identity, RunOptions
+from extractor.config import DATASET_NAME, Identity, RunOptions
 from extractor.dataset import dataset_document
 from extractor.errors import ServerError, ServerGone, first_known, storage_error
 from extractor.files import write_whole
@@ -21,7 +21,6 @@ from extractor.mover import Syncs, seal_left_open
 from extractor.plan import rid_prefix
 from extractor.preflight import (
     Target,
-    limits_of,
     manifest_warning,
     prepare_out,
     require_dump_directory,
@@ -31,6 +30,7 @@ from extractor.preflight import (
     require_wanted,
 )
 from extractor.progress import Counters, Reporter
+from extractor.reading import renderer_for
 from extractor.reconcile import Reconciled, reconcile
 from extractor.report import totals_document, totals_table
 from extractor.runstate import (
@@ -233,11 +233,9 @@ async def _preflight(options: RunOptions, client: Client) -> tuple[Target, Rende
     ranks = require_plugin(options.dump_root, url=options.server_url, facts=facts)
     require_wanted(options, ranks[0].ready)
     require_dump_directory(ranks)
-    target = Target(facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
+    target = Target.of(facts, ranks)
     tokenizer = options.tokenizer or facts.tokenizer_path
-    if tokenizer == NO_TOKENIZER:
-        return target, Renderer(options=options.reading)
-    return target, await asyncio.to_thread(Renderer.load, tokenizer, options.reading)
+    return target, await asyncio.to_thread(renderer_for, tokenizer, options.reading)
 
 
 async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) -> None:

@@ -28,7 +28,7 @@ from extractor.client import Client
 from extractor.engine import ServeOptions
 from extractor.errors import MissingExtra, PluginError, ServerError, UsageError
 from extractor.leftovers import Journal, remove_useless
-from extractor.preflight import Target, limits_of, require_plugin, require_probe
+from extractor.preflight import Target, require_plugin, require_probe
 from extractor.process import ServerProcess, started
 from extractor.writers import scan_writers
 
@@ -135,7 +135,7 @@ class _Watch:
             await self._until(Stage.READY, self._is_announced)
             facts = await client.facts()
             ranks = require_plugin(self._options.dump_root, url=self._options.url, facts=facts)
-            target = Target(facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
+            target = Target.of(facts, ranks)
             probe = asyncio.create_task(
                 require_probe(client, target, run_id=secrets.token_hex(4)), name="probe"
             )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from extractor.admission import Admission, Room
-from extractor.adoption import Leftovers, find_leftovers, whole
+from extractor.adoption import Adoptable, find_adoptable, whole
 from extractor.budget import Budget
 from extractor.client import Client
 from extractor.collect import DumpPiece
@@ -170,32 +170,32 @@ class Session:
         """Store what an earlier session asked for and did not live to store; remove the rest."""
         root, run_id = self._options.dump_root, self._state.run_id
         ranks = [*self._target.ranks, *scan_writers(root).dead]
-        leftovers = await asyncio.to_thread(
-            find_leftovers,
+        adoptable = await asyncio.to_thread(
+            find_adoptable,
             ranks,
             run_id=run_id,
             identity=self._identity,
             is_wanted=lambda ordinal: not self._state.is_settled(ordinal),
         )
-        if leftovers:
+        if adoptable:
             num_before = self._counters.stored
-            await self._adopt_all(files, admission, leftovers)
+            await self._adopt_all(files, admission, adoptable)
             num_adopted = self._counters.stored - num_before
             self._reporter.note(f"{num_adopted} prompts had their dumps from an earlier session")
         remove_dumps_of_the_dead(root, rid_prefix=rid_prefix(run_id))
 
     async def _adopt_all(
-        self, files: Sequence[InputFile], admission: Admission, leftovers: Leftovers
+        self, files: Sequence[InputFile], admission: Admission, adoptable: Adoptable
     ) -> None:
-        rows = read_prompts(files, self._renderer, skip=lambda ordinal: ordinal not in leftovers)
+        rows = read_prompts(files, self._renderer, skip=lambda ordinal: ordinal not in adoptable)
         sources = {file.path: number for number, file in enumerate(files)}
-        num_left = len(leftovers)
+        num_left = len(adoptable)
         async with asyncio.TaskGroup() as work:
             async for row in in_thread(rows):
                 pieces = None
                 judged = admission.judge(row)
                 if isinstance(judged, Prompt):
-                    pieces = whole(leftovers[row.ordinal], judged.num_tokens)
+                    pieces = whole(adoptable[row.ordinal], judged.num_tokens)
                 if isinstance(judged, Prompt) and pieces is not None:
                     await self._tasks.acquire()
                     self._owner.post(planned_row(judged, row, sources[row.source]))

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from extractor.client import INFO_TIMEOUT_S, Client
-from extractor.config import NO_TOKENIZER
 from extractor.errors import UsageError
 from extractor.inputs import STDIN_NAME, scan_prompts
 from extractor.tables import counted, table
-from prompts.options import ReadingOptions
 from prompts.paths import STDIN
 from prompts.render import Renderer
 from prompts.stream import raw_rows
@@ -109,13 +107,6 @@ async def server_tokenizer(url: str) -> str:
                 f"no server answers at {url}: name a --tokenizer (or none, for rows of ids)"
             )
         return (await client.facts()).tokenizer_path
-
-
-def renderer_for(tokenizer: str, reading: ReadingOptions) -> Renderer:
-    """The tokenizer loaded; none for `none`. Raises TokenizerError."""
-    if tokenizer == NO_TOKENIZER:
-        return Renderer(options=reading)
-    return Renderer.load(tokenizer, reading)
 
 
 def show_row(words: Sequence[Path], renderer: Renderer, number: int) -> Shown:

@@ -11,7 +11,8 @@ import click
 from extractor.config import DEFAULT_SERVER_URL, require_url
 from extractor.options import TOKENIZER_OPTION
 from extractor.prompt_options import reading_from, reading_options
-from extractor.show import renderer_for, server_tokenizer, show_row
+from extractor.reading import renderer_for
+from extractor.show import server_tokenizer, show_row
 from extractor.terminal import print_json, run_async
 from prompts.types import BadRow
 

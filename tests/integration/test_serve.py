@@ -135,22 +135,27 @@ async def test_a_plugin_that_gives_up_ends_the_start_with_its_reason(
     assert list(dump_root.iterdir()) == []
 
 
-async def test_the_whole_process_tree_ends_with_the_block(
-    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(extractor.process, "STOP_PATIENCE_S", 0.5)
-    options = options_for(FAMILY, dump_root, tmp_path, monkeypatch)
+async def start(options: ServeOptions, log: Path) -> tuple[asyncio.Task[None], psutil.Process]:
+    """Begin to run a server that never comes up; its child, whose pid the log tells second."""
     logged = asyncio.Event()
 
-    async def start() -> None:
+    async def run() -> None:
         async with running_server(
             options, note=lambda text: logged.set() if "log growing" in text else None
         ):
             raise AssertionError("it cannot be up")
 
-    task = asyncio.create_task(start())
+    task = asyncio.create_task(run())
     await logged.wait()
-    child = psutil.Process(int((tmp_path / "log").read_text().split()[1]))
+    return task, psutil.Process(int(log.read_text().split()[1]))
+
+
+async def test_the_whole_process_tree_ends_with_the_block(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.process, "STOP_PATIENCE_S", 0.5)
+    options = options_for(FAMILY, dump_root, tmp_path, monkeypatch)
+    task, child = await start(options, tmp_path / "log")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -161,7 +166,7 @@ async def test_a_second_interrupt_ends_a_stubborn_tree_by_force(
     dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = options_for(STUBBORN, dump_root, tmp_path, monkeypatch)
-    logged, stopping = asyncio.Event(), asyncio.Event()
+    stopping = asyncio.Event()
     really_stop = ServerProcess.stop
 
     async def stop(self: ServerProcess) -> None:
@@ -170,15 +175,7 @@ async def test_a_second_interrupt_ends_a_stubborn_tree_by_force(
 
     monkeypatch.setattr(ServerProcess, "stop", stop)
 
-    async def start() -> None:
-        async with running_server(
-            options, note=lambda text: logged.set() if "log growing" in text else None
-        ):
-            raise AssertionError("it cannot be up")
-
-    task = asyncio.create_task(start())
-    await logged.wait()
-    child = psutil.Process(int((tmp_path / "log").read_text().split()[1]))
+    task, child = await start(options, tmp_path / "log")
     task.cancel()
     await stopping.wait()
     task.cancel()
