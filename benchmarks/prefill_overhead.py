@@ -74,7 +74,8 @@ class Plan:
     concurrency: int
 
     def num_prompts(self, prompt_tokens: int) -> int:
-        return max(self.concurrency, min(self.max_requests, self.tokens_per_round // prompt_tokens))
+        """At least a few forwards' worth, however long the prompts."""
+        return max(16, min(self.max_requests, self.tokens_per_round // prompt_tokens))
 
 
 async def measure(

@@ -4,7 +4,7 @@
 
 Starts at once: a plain server on all GPUs, one with the plugin on all GPUs, one with the plugin on
 one GPU, and with `--dp-attention` one more whose GPUs each serve their own requests. DIR has real
-(if random) weights: see weights.py.
+(if random) weights: see weights.py. For speed alone, `--no-values` leaves only the two to compare.
 """
 
 from __future__ import annotations
@@ -179,8 +179,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     layouts: dict[str, tuple[str, ...] | None] = {
         "plain": width,
         "patched": width,
-        "single": ("--tp-size", "1"),
     }
+    if options.values:
+        layouts["single"] = ("--tp-size", "1")
     if options.dp_attention:
         layouts["dp-attention"] = (*width, "--dp-size", str(options.tp), "--enable-dp-attention")
     specs = [
@@ -219,12 +220,13 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 _print(f"dumps_{name}", report[f"dumps_{name}"])
                 outs[name] = work / f"out-{name}"
                 extract_and_verify(server, work / "prompts.jsonl", outs[name], work / "dumps")
-            outs["again"] = work / "out-again"
-            extract_and_verify(
-                running["single"], work / "prompts.jsonl", outs["again"], work / "dumps"
-            )
+            if options.values:
+                outs["again"] = work / "out-again"
+                extract_and_verify(
+                    running["single"], work / "prompts.jsonl", outs["again"], work / "dumps"
+                )
             for name, out in outs.items():
-                if name != "single":
+                if options.values and name != "single":
                     report[f"values_{name}_vs_single"] = compare(out, outs["single"])
                     _print(f"values_{name}_vs_single", report[f"values_{name}_vs_single"])
             report["overhead"] = []
@@ -261,6 +263,12 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--dp-attention", action="store_true")
+    parser.add_argument(
+        "--no-values",
+        dest="values",
+        action="store_false",
+        help="leave out the server on one GPU, whose states the others' are compared with",
+    )
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[2048])
     parser.add_argument("--tokens-per-round", type=int, default=500_000)
     parser.add_argument("--max-requests", type=int, default=2000, help="in one round")
