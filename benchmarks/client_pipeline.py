@@ -156,9 +156,11 @@ def main() -> None:
         shutil.rmtree(work, ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)
     ratios = [cp / client.seconds for cp, client in zip(copied, ran, strict=True)]
+    seconds = [client.seconds for client in ran]
     core_s = statistics.median(client.core_s for client in ran)
     print(
         f"ratio to cp {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), "
+        f"of the median to cp's best {min(copied) / statistics.median(seconds):.3f}, "
         f"{statistics.median(client.samples / client.seconds for client in ran):,.0f} samples/s, "
         f"{total_bytes / core_s / 1e9:.2f} GB per core second, "
         f"{max(client.peak_rss_bytes for client in ran) / 1e6:,.0f} MB resident at most"

@@ -9,16 +9,17 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import xxhash
 
+from extractor.append_file import AppendFile
 from extractor.collect import DumpPiece
 from extractor.config import Layout
-from extractor.files import blocks, read_into, write_at
+from extractor.files import read_into
 from extractor.retry import Failure
 from extractor.verify import check_finite, check_ids
 from manifest.states import Reason
 from prompts.types import Prompt
 from server_patch.dump_format import DumpFormatError, open_dump
 
-#: Read, hashed, checked and written at a time: small enough to stay in a core's cache.
+#: Read, hashed and checked at a time: small enough to stay in a core's cache.
 BLOCK_BYTES = 1 << 20
 
 
@@ -30,44 +31,55 @@ class SampleFault(Exception):
         self.failure = failure
 
 
-class SampleCopier:
-    """Copies samples with one block of memory that it keeps. One thread uses it."""
+def append_sample(
+    file: AppendFile, prompt: Prompt, pieces: Sequence[DumpPiece], *, layout: Layout
+) -> str:
+    """Append the sample to `file`; its digest, xxh3-128 in hex.
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._block = memoryview(bytearray(BLOCK_BYTES))
-
-    def copy(
-        self, prompt: Prompt, pieces: Sequence[DumpPiece], *, descriptor: int, offset: int
-    ) -> str:
-        """Write the sample at `offset` of `descriptor`; its digest, xxh3-128 in hex.
-
-        `pieces` are in order of start and tile the prompt. Raises SampleFault when token ids
-        differ, a value is not finite, or a dump vanished; OSError when the shard cannot be
-        written.
-        """
-        digest = xxhash.xxh3_128()
+    `pieces` are in order of start and tile the prompt. Raises SampleFault when token ids differ, a
+    value is not finite, or a dump vanished, and then the file is as before; OSError when it cannot
+    be written.
+    """
+    begin = file.position
+    digest = xxhash.xxh3_128()
+    try:
         with ExitStack() as stack:
             opened = [(piece, stack.enter_context(_opened(piece))) for piece in pieces]
             for piece, source in opened:
                 _check_ids(prompt, piece, source)
-            for name in self._layout.state_names:
+            for name in layout.state_names:
                 for piece, source in opened:
                     span = piece.handle.dump.tensors[name]
                     with _still_whole(piece):
-                        for block, at in blocks(source, span.begin, span.end, self._block):
+                        for block, at in appended(file, source, span.begin, span.end):
                             failure = check_finite(
-                                block, at=at, name=name, start=piece.start, layout=self._layout
+                                block, at=at, name=name, start=piece.start, layout=layout
                             )
                             if failure is not None:
                                 raise SampleFault(failure)
                             digest.update(block)
-                            write_at(descriptor, block, offset)
-                            offset += len(block)
-        tail = token_bytes(prompt)
-        digest.update(tail)
-        write_at(descriptor, tail, offset)
-        return str(digest.hexdigest())
+    except SampleFault:
+        file.rewind(begin)
+        raise
+    tail = token_bytes(prompt)
+    digest.update(tail)
+    file.write(tail)
+    return str(digest.hexdigest())
+
+
+def appended(
+    file: AppendFile, source: int, begin: int, end: int
+) -> Iterator[tuple[memoryview, int]]:
+    """Append bytes [begin, end) of `source`, part by part; each part, to be looked at while it is
+    in the core's cache, and its distance from `begin`. Raises EOFError when the source ends first.
+    """
+    at = begin
+    while at < end:
+        block = file.room(min(BLOCK_BYTES, end - at))
+        read_into(source, block, at)
+        yield block, at - begin
+        file.advance(len(block))
+        at += len(block)
 
 
 def check_tokens(prompt: Prompt, piece: DumpPiece) -> None:

@@ -1,7 +1,8 @@
 """Moves samples from their dumps into shards, in durable order, many per fsync.
 
-copy -> fdatasync -> manifest commit -> unlink the dumps. What arrives while one group is on its
-way forms the next group, so the group size adapts to what the disk costs.
+copy -> fdatasync -> manifest commit -> unlink the dumps. What arrives while one group is copied
+forms the next, so the group size adapts to what the disk costs; while one group is committed and
+its dumps are removed, the next is copied.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Result = TypeVar("Result")
 
 #: Most samples and bytes in one group: bounds how long a dump waits for its fsync.
 GROUP_SAMPLES = 256
-GROUP_BYTES = 256 << 20
+GROUP_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Syncs:
 
 
 class Mover:
-    """One thread and the open shard that it fills."""
+    """The open shard that it fills, and a thread that does so."""
 
     def __init__(
         self,
@@ -83,13 +84,13 @@ class Mover:
         self._next_number = next_number
         self._rows_left = rows_left
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mover")
+        # One copies, and is the only one to touch the writer; one removes dumps meanwhile.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="mover")
         self._writer: ShardWriter | None = None
+        self._settling: asyncio.Task[None] | None = None  # of the last group copied
         self.syncs = Syncs()
-
-    @property
-    def backlog(self) -> int:
-        return self._jobs.qsize()
+        #: Bytes of the samples that wait or are on their way.
+        self.backlog_bytes = 0
 
     async def resume(self, shard: Shard, rows: Sequence[Row]) -> None:
         """Go on filling a shard that an earlier session left open."""
@@ -103,19 +104,30 @@ class Mover:
         """Return once the sample is durable, in the manifest, and its dumps are removed; or why
         the dumps are no good (they are removed too)."""
         done: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
-        self._jobs.put_nowait(_Job(prompt=prompt, pieces=pieces, attempts=attempts, done=done))
-        return await done
+        size = sample_bytes(prompt.num_tokens, self._layout)
+        self.backlog_bytes += size
+        try:
+            self._jobs.put_nowait(_Job(prompt=prompt, pieces=pieces, attempts=attempts, done=done))
+            return await done
+        finally:
+            self.backlog_bytes -= size
 
     async def run(self) -> None:
-        """Move samples until cancelled. Raises SpaceError, UsageError, ManifestError."""
-        while True:
-            group = [await self._jobs.get()]
-            size = 0
-            while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < GROUP_BYTES:
-                group.append(self._jobs.get_nowait())
-                size += sample_bytes(group[-1].prompt.num_tokens, self._layout)
-            while group:
-                group = group[await self._move(group) :]
+        """Move samples until cancelled. Raises SpaceError, UsageError, ManifestError, by
+        themselves or in an ExceptionGroup."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                group = await self._next_group()
+                while group:
+                    group = group[await self._move(group, tasks) :]
+
+    async def _next_group(self) -> list[_Job]:
+        group = [await self._jobs.get()]
+        size = sample_bytes(group[0].prompt.num_tokens, self._layout)
+        while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < GROUP_BYTES:
+            group.append(self._jobs.get_nowait())
+            size += sample_bytes(group[-1].prompt.num_tokens, self._layout)
+        return group
 
     async def close(self, *, seal: bool) -> None:
         """Stop the thread. `seal`: no more samples will come, so finish the shard."""
@@ -123,25 +135,28 @@ class Mover:
             writer, self._writer = self._writer, None
             await self._finish(writer)
         # Before closing the file: a cancelled run may have left the thread at work on it.
-        self._thread.shutdown(wait=True)
+        self._threads.shutdown(wait=True)
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    async def _move(self, group: Sequence[_Job]) -> int:
-        """Move as many of `group`, from its start, as one shard takes; how many those were."""
+    async def _move(self, group: Sequence[_Job], tasks: asyncio.TaskGroup) -> int:
+        """Copy as many of `group`, from its start, as one shard takes; how many those were."""
         writer = await self._writer_for(group)
         outcomes = await self._in_thread(lambda: self._append(writer, group))
-        done = group[: len(outcomes)]
-        stored = [
-            (job, outcome)
-            for job, outcome in zip(done, outcomes, strict=True)
-            if isinstance(outcome, Stored)
-        ]
+        await self._settled()
+        self._settling = tasks.create_task(
+            self._settle(group[: len(outcomes)], outcomes), name="mover-settle"
+        )
+        return len(outcomes)
+
+    async def _settle(self, group: Sequence[_Job], outcomes: Sequence[Stored | Failure]) -> None:
+        """Tell the manifest what became of samples whose copies are durable; free their dumps."""
         await self._owner.commit(
             *(
                 change
-                for job, outcome in stored
+                for job, outcome in zip(group, outcomes, strict=True)
+                if isinstance(outcome, Stored)
                 for change in (
                     Moved(ordinal=job.prompt.ordinal, event=Event.VERIFY, attempts=job.attempts),
                     outcome,
@@ -150,12 +165,17 @@ class Mover:
         )
         # Only now: until the commit, the dump is the only copy that is sure to survive a crash.
         await self._in_thread(
-            lambda: unlink_all(piece.handle.path for job in done for piece in job.pieces)
+            lambda: unlink_all(piece.handle.path for job in group for piece in job.pieces)
         )
-        for job, outcome in zip(done, outcomes, strict=True):
+        for job, outcome in zip(group, outcomes, strict=True):
             if not job.done.done():
                 job.done.set_result(None if isinstance(outcome, Stored) else outcome)
-        return len(done)
+
+    async def _settled(self) -> None:
+        """Return once the manifest knows every sample copied so far."""
+        if self._settling is not None:
+            await self._settling
+            self._settling = None
 
     def _append(self, writer: ShardWriter, group: Sequence[_Job]) -> list[Stored | Failure]:
         outcomes: list[Stored | Failure] = []
@@ -174,6 +194,7 @@ class Mover:
     async def _writer_for(self, group: Sequence[_Job]) -> ShardWriter:
         num_tokens = group[0].prompt.num_tokens
         if self._writer is not None and not self._writer.has_room(num_tokens):
+            await self._settled()
             writer, self._writer = self._writer, None
             await self._finish(writer)
         if self._writer is None:
@@ -207,7 +228,7 @@ class Mover:
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except OSError as error:
             raise storage_error(error, where=self._settings.directory) from error
 
@@ -243,7 +264,7 @@ class Movers:
         self, prompt: Prompt, pieces: Sequence[DumpPiece], *, attempts: int
     ) -> Failure | None:
         """`Mover.store` of the one that has least to do."""
-        mover = min(self.all, key=lambda mover: mover.backlog)
+        mover = min(self.all, key=lambda mover: mover.backlog_bytes)
         return await mover.store(prompt, pieces, attempts=attempts)
 
     @property

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import xxhash
 
+from extractor.append_file import AppendFile
 from extractor.collect import DumpPiece
 from extractor.config import Identity
-from extractor.copying import BLOCK_BYTES, SampleCopier
+from extractor.copying import append_sample, appended
 from extractor.errors import UsageError
-from extractor.files import blocks, sync_directory, write_at
+from extractor.files import sync_directory
 from extractor.shard_format import (
     encode_shard_header,
     header_room,
@@ -56,11 +57,7 @@ class ShardSettings:
 
 
 class ShardWriter:
-    """One open shard and the thread that fills it. Not thread-safe.
-
-    `position` is where the next sample goes; bytes before it belong to samples of the manifest
-    or to samples returned by `append` since the last `sync`.
-    """
+    """One open shard and the thread that fills it. Not thread-safe."""
 
     def __init__(
         self,
@@ -75,9 +72,13 @@ class ShardWriter:
         self._samples = list(samples)  # (ordinal, num_tokens), in file order
         self._digests = list(digests)  # of each
         self._path = open_shard_path(settings.directory, shard)
-        self._copier = SampleCopier(self._layout)
-        self.position = shard.size_bytes
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, settings.file_mode)
+        self._file = AppendFile(self._path, position=shard.size_bytes, mode=settings.file_mode)
+
+    @property
+    def position(self) -> int:
+        """Where the next sample goes. Bytes before it belong to samples of the manifest or to
+        samples returned by `append` since the last `sync`."""
+        return self._file.position
 
     @classmethod
     def create(cls, settings: ShardSettings, *, number: int, expected_samples: int) -> ShardWriter:
@@ -127,46 +128,39 @@ class ShardWriter:
 
         Raises SampleFault (the shard is as before), OSError.
         """
-        digest = self._copier.copy(
-            prompt, pieces, descriptor=self._descriptor, offset=self.position
-        )
-        size = sample_bytes(prompt.num_tokens, self._layout)
-        stored = Stored(
+        offset = self.position
+        digest = append_sample(self._file, prompt, pieces, layout=self._layout)
+        self._samples.append((prompt.ordinal, prompt.num_tokens))
+        self._digests.append(digest)
+        return Stored(
             ordinal=prompt.ordinal,
             shard=self.shard.number,
-            offset=self.position,
-            size_bytes=size,
+            offset=offset,
+            size_bytes=self.position - offset,
             digest=digest,
             num_pieces=len(pieces),
         )
-        self._samples.append((prompt.ordinal, prompt.num_tokens))
-        self._digests.append(digest)
-        self.position += size
-        return stored
 
     def append_stored(self, row: Row, source: int) -> int | None:
         """Copy a sample of another shard behind the last; its offset here. Not durable before
         `sync`. None, and nothing kept, when its bytes are not those that were stored."""
-        begin, size = row.offset or 0, row.size_bytes or 0
+        begin, offset = row.offset or 0, self.position
         digest = xxhash.xxh3_128()
-        memory = memoryview(bytearray(BLOCK_BYTES))
         try:
-            for block, at in blocks(source, begin, begin + size, memory):
+            for block, _ in appended(self._file, source, begin, begin + (row.size_bytes or 0)):
                 digest.update(block)
-                write_at(self._descriptor, block, self.position + at)
         except EOFError:
-            return None
+            digest.reset()
         if digest.hexdigest() != row.digest:
+            self._file.rewind(offset)
             return None
-        offset = self.position
         self._samples.append((row.ordinal, row.num_tokens or 0))
         self._digests.append(digest.hexdigest())
-        self.position += size
         return offset
 
     def sync(self) -> None:
         """Make every appended sample durable."""
-        os.fdatasync(self._descriptor)
+        self._file.sync()
 
     def seal(self) -> str:
         """Write the header, make the whole file durable and give it its final name; its digest.
@@ -175,15 +169,13 @@ class ShardWriter:
         the sealed one, and `sealed_on_disk` tells which. Raises UsageError, and leaves both files,
         when another file has taken the name.
         """
-        os.ftruncate(self._descriptor, self.position)
         header = encode_shard_header(
             self._samples,
             layout=self._layout,
             metadata=shard_metadata(self._settings.identity),
             room_bytes=self.shard.data_start,
         )
-        write_at(self._descriptor, header, 0)
-        os.fsync(self._descriptor)
+        self._file.finish(header)
         # A look is enough: whoever writes here holds the directory's lock. (Renames that refuse
         # by themselves, and hard links, are not to be had on every file system.)
         require_not_sealed(self._settings.directory, self.shard)
@@ -201,7 +193,7 @@ class ShardWriter:
         sync_directory(self._settings.directory)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 def require_not_sealed(directory: Path, shard: Shard) -> None:

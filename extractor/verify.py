@@ -13,10 +13,10 @@ from manifest.states import Reason
 from server_patch.dump_format import ITEM_BYTES, DumpHeader, Ready
 
 #: Exponent bits of each dtype as unsigned integers: all ones means NaN or infinity.
-_EXPONENT_BITS: dict[str, tuple[type[np.unsignedinteger], int]] = {
-    "BF16": (np.uint16, 0x7F80),
-    "F16": (np.uint16, 0x7C00),
-    "F32": (np.uint32, 0x7F800000),
+_EXPONENT_BITS: dict[str, tuple[type[np.unsignedinteger], type[np.signedinteger], int]] = {
+    "BF16": (np.uint16, np.int16, 0x7F80),
+    "F16": (np.uint16, np.int16, 0x7C00),
+    "F32": (np.uint32, np.int32, 0x7F800000),
 }
 
 
@@ -88,13 +88,16 @@ def first_nonfinite(data: memoryview, dtype: str) -> int | None:
     bfloat16 has no numpy type, so the values are looked at as integers: a float is not finite
     exactly when all its exponent bits are ones (IEEE 754).
     """
-    kind, exponent = _EXPONENT_BITS[dtype]
-    values = np.frombuffer(data, dtype=kind)
-    # Largest exponent first: one pass without a temporary of booleans in the common case.
-    masked = np.bitwise_and(values, kind(exponent))
-    if not masked.size or masked.max() != exponent:
+    unsigned, signed, exponent = _EXPONENT_BITS[dtype]
+    values = np.frombuffer(data, dtype=unsigned)
+    if not values.size:
         return None
-    return int((masked == exponent).argmax())
+    # Of positive values the largest as signed integers, of negative ones as unsigned: two passes
+    # without a temporary, at half as much again the speed of masking.
+    sign_bit = 1 << 8 * values.itemsize - 1
+    if values.view(signed).max() < exponent and values.max() < sign_bit | exponent:
+        return None
+    return int((np.bitwise_and(values, unsigned(exponent)) == exponent).argmax())
 
 
 def check_finite(

@@ -84,7 +84,7 @@ from extractor.terminal import print_json, run_async
     "num_movers",
     type=click.IntRange(min=1),
     default=None,
-    help="Threads that copy dumps to shards.  [default: a quarter of the cores, 1 to 8]",
+    help="Threads that copy dumps to shards.  [default: a quarter of the cores, 2 to 8]",
 )
 @click.option(
     "--max-attempts",
@@ -144,7 +144,7 @@ def run_command(
         model=model,
         layers=layers,
         last_kind=last_kind,
-        num_movers=num_movers or min(8, max(1, (os.cpu_count() or 1) // 4)),
+        num_movers=num_movers or min(8, max(2, (os.cpu_count() or 1) // 4)),
         reading=reading_from(values),
         policy=policy_from(values),
         **values,
