@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,7 +39,7 @@ class Layout:
         """Names of the state tensors, in file order."""
         return ("aux", *LAST_TENSORS[self.last_kind])
 
-    @property
+    @cached_property
     def dump_bytes_per_token(self) -> int:
         return bytes_per_token(
             num_boundaries=len(self.boundaries),

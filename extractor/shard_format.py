@@ -24,6 +24,7 @@ kept at the front. safetensors allows at most 100 MB of header, and trailing spa
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Iterable, Mapping
@@ -87,7 +88,12 @@ def sample_tensors(num_tokens: int, layout: Layout) -> tuple[SampleTensor, ...]:
 
 
 def sample_bytes(num_tokens: int, layout: Layout) -> int:
-    return sample_tensors(num_tokens, layout)[-1].end
+    return num_tokens * _row_bytes(layout)  # there are no holes
+
+
+@functools.cache
+def _row_bytes(layout: Layout) -> int:
+    return sample_tensors(1, layout)[-1].end
 
 
 def tensor_name(ordinal: int, name: str) -> str:
