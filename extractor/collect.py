@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from extractor.directory_watch import DirectoryWatch
 from manifest.correlate import Piece
 from server_patch.dump_format import (
     Dump,
@@ -61,35 +61,28 @@ Arrival = DumpFile | ErrorFile | BrokenFile
 
 
 class DumpWatcher:
-    """Reports each new file of some ranks once.
+    """Reports each new file of some ranks once, and opens no other.
 
-    A poll lists the directories, which hold what is in flight and little else, and opens only
-    files not seen before. A file that is being written has another name, so what is seen is
-    whole.
+    A file that is being written has another name, so what is seen is whole.
     """
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
-        self._ranks = tuple(ranks)
-        self._seen: dict[Path, frozenset[str]] = {rank.directory: frozenset() for rank in ranks}
+        self._ranks = {rank.directory: rank for rank in ranks}
+        self._watch = DirectoryWatch(
+            tuple(self._ranks), is_wanted=lambda name: is_dump_name(name) or is_error_name(name)
+        )
 
     def poll(self) -> list[tuple[Rank, Arrival]]:
         """What appeared since the last poll. Raises OSError when a directory is gone."""
-        return [(rank, arrival) for rank in self._ranks for arrival in self._poll(rank.directory)]
+        arrivals = (
+            (self._ranks[directory], _read(directory / name))
+            for directory, name in self._watch.poll()
+        )
+        return [(rank, arrival) for rank, arrival in arrivals if arrival is not None]
 
-    def _poll(self, directory: Path) -> Iterator[Arrival]:
-        with os.scandir(directory) as entries:
-            names = frozenset(
-                entry.name
-                for entry in entries
-                if (is_dump_name(entry.name) or is_error_name(entry.name))
-                and entry.is_file(follow_symlinks=False)  # the writer makes no other
-            )
-        # Counters are never used twice by one writer, so a vanished name need not be remembered.
-        new, self._seen[directory] = names - self._seen[directory], names
-        for name in sorted(new):
-            arrival = _read(directory / name)
-            if arrival is not None:
-                yield arrival
+    async def wait(self) -> None:
+        """Return when there may be something to poll."""
+        await self._watch.wait()
 
 
 def _read(path: Path) -> Arrival | None:

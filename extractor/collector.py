@@ -25,10 +25,6 @@ from manifest.correlate import Correlator, Match, Piece
 from manifest.states import Reason
 from server_patch.dump_format import TEMPORARY_PREFIX
 
-#: Pause between two looks at the dump directories: short while something arrives.
-BUSY_PAUSE_S = 0.002
-IDLE_PAUSE_S = 0.02
-
 Collected = Sequence[DumpPiece] | Failure
 
 
@@ -76,11 +72,11 @@ class Collector:
     async def run(self) -> None:
         """Watch until cancelled. Raises PluginError when a dump directory is gone."""
         while True:
-            arrived = self.poll()
-            await asyncio.sleep(BUSY_PAUSE_S if arrived else IDLE_PAUSE_S)
+            self.poll()
+            await self._watcher.wait()
 
-    def poll(self) -> bool:
-        """Take in what arrived since the last look; whether anything did."""
+    def poll(self) -> None:
+        """Take in what arrived since the last look."""
         try:
             arrivals = self._watcher.poll()
         except FileNotFoundError as error:
@@ -90,7 +86,6 @@ class Collector:
             ) from error
         for rank, arrival in arrivals:
             self._take(rank, arrival)
-        return bool(arrivals)
 
     def sweep(self) -> None:
         """Remove every file of ours, whoever waits for it: for the end of a run."""

@@ -1,0 +1,129 @@
+"""DirectoryWatch: every name once, whether the kernel tells of it or a listing finds it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from extractor import directory_watch
+from extractor.directory_watch import DirectoryWatch
+
+
+@pytest.fixture(params=["told", "listed"])
+def is_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Also as it is for a user without a free inotify instance."""
+
+    def no_instance() -> None:
+        raise OSError(24, "Too many open files")
+
+    if request.param == "listed":
+        monkeypatch.setattr(directory_watch, "INotify", no_instance)
+    return request.param == "told"
+
+
+def watch(*directories: Path) -> DirectoryWatch:
+    return DirectoryWatch(directories, is_wanted=lambda name: name.endswith(".dump"))
+
+
+def publish(directory: Path, name: str) -> None:
+    temporary = directory / f".tmp-{name}"
+    temporary.write_bytes(b"x")
+    temporary.rename(directory / name)
+
+
+def test_each_name_is_reported_once(tmp_path: Path, is_told: bool) -> None:
+    publish(tmp_path, "1.dump")
+    watcher = watch(tmp_path)
+    publish(tmp_path, "2.dump")  # between the watch and the first look: listed and told
+    assert watcher.poll() == [(tmp_path, "1.dump"), (tmp_path, "2.dump")]
+    assert watcher.poll() == []
+    publish(tmp_path, "3.dump")
+    publish(tmp_path, "3.other")
+    assert watcher.poll() == [(tmp_path, "3.dump")]
+    assert watcher.poll() == []
+
+
+def test_a_name_that_went_away_again_is_not_reported(tmp_path: Path, is_told: bool) -> None:
+    watcher = watch(tmp_path)
+    assert watcher.poll() == []
+    publish(tmp_path, "1.dump")
+    (tmp_path / "1.dump").unlink()
+    assert watcher.poll() == []
+
+
+def test_what_is_no_regular_file_is_not_reported(tmp_path: Path, is_told: bool) -> None:
+    watcher = watch(tmp_path)
+    assert watcher.poll() == []
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe").rename(tmp_path / "1.dump")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory").rename(tmp_path / "2.dump")
+    assert watcher.poll() == []
+
+
+def test_directories_are_told_apart(tmp_path: Path, is_told: bool) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    watcher = watch(first, second)
+    assert watcher.poll() == []
+    publish(second, "1.dump")
+    publish(first, "1.dump")
+    assert watcher.poll() == [(first, "1.dump"), (second, "1.dump")]
+
+
+def test_a_directory_that_is_removed_is_missed_at_once(tmp_path: Path, is_told: bool) -> None:
+    directory = tmp_path / "a"
+    directory.mkdir()
+    watcher = watch(directory)
+    assert watcher.poll() == []
+    directory.rmdir()
+    with pytest.raises(FileNotFoundError):
+        watcher.poll()
+
+
+def test_what_the_kernel_does_not_tell_is_listed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = watch(tmp_path)
+    assert watcher.poll() == []
+    (tmp_path / "1.dump").write_bytes(b"written in place")
+    assert watcher.poll() == []
+    monkeypatch.setattr(directory_watch, "LISTING_INTERVAL_S", 0.0)
+    assert watcher.poll() == [(tmp_path, "1.dump")]
+    assert watcher.poll() == []
+
+
+def test_names_lost_in_an_overflow_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = watch(tmp_path)
+    assert watcher.poll() == []
+    publish(tmp_path, "1.dump")
+
+    class Overflowed:
+        mask = directory_watch.flags.Q_OVERFLOW
+
+    assert watcher._notify is not None
+    monkeypatch.setattr(watcher._notify, "read", lambda timeout: [Overflowed()])
+    assert watcher.poll() == [(tmp_path, "1.dump")]
+    assert watcher.poll() == []
+
+
+async def test_waiting_ends_with_a_new_name(tmp_path: Path, is_told: bool) -> None:
+    watcher = watch(tmp_path)
+    assert watcher.poll() == []
+
+    async def arrival() -> list[tuple[Path, str]]:
+        while not (found := watcher.poll()):
+            await watcher.wait()
+        return found
+
+    waiting = asyncio.create_task(arrival())
+    await asyncio.sleep(0)
+    publish(tmp_path, "1.dump")
+    assert await waiting == [(tmp_path, "1.dump")]
