@@ -21,8 +21,9 @@ from inotify_simple import INotify, flags
 
 #: Between two listings.
 LISTING_INTERVAL_S = 1.0
-#: The same where the kernel tells nothing: short while something arrives.
+#: Between two looks while something arrives.
 BUSY_INTERVAL_S = 0.002
+#: The same while nothing does, where the kernel tells nothing.
 IDLE_INTERVAL_S = 0.02
 
 _NEWS = flags.MOVED_TO
@@ -88,6 +89,7 @@ class DirectoryWatch:
                     await told.wait()
         finally:
             loop.remove_reader(self._notify.fileno())
+        await asyncio.sleep(BUSY_INTERVAL_S)  # what comes together is taken together
 
     def _list(self, found: dict[Path, set[str]]) -> None:
         for path in self._directories:
