@@ -3,6 +3,7 @@
     python -m benchmarks.client_pipeline --out DIR         # 64 prompts of 2,048 tokens, 32 MB each
     python -m benchmarks.client_pipeline --out DIR --prompts 20000 --prompt-tokens 64 \
         --hidden-size 64                                   # what a sample costs by itself
+    python -m benchmarks.client_pipeline --out DIR --null  # without a disk
 
 A generator (generator.py) publishes dumps as fast as it can. Rounds of the two are interleaved;
 `cp` copies from /dev/shm and is timed until the disk has it (`sync -f`), the client from its first
@@ -73,10 +74,11 @@ def generator(dump_root: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def run_client(
-    url: str, prompts: Path, out: Path, dump_root: Path, extra: list[str]
+    url: str, prompts: Path, out: Path, dump_root: Path, extra: list[str], *, to_null: bool
 ) -> ClientRound:
+    module = "benchmarks.null_destination" if to_null else "extractor"
     command = [
-        sys.executable, "-m", "extractor", "run", str(prompts), "--out", str(out), "--server", url,
+        sys.executable, "-m", module, "run", str(prompts), "--out", str(out), "--server", url,
         "--tokenizer", "none", "--dump-dir", str(dump_root), "--json", *extra,
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=2048)
     parser.add_argument("--num-boundaries", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--null", action="store_true", help="the client's shards go nowhere")
     parser.add_argument("--json", type=Path, help="where the figures go too")
     parser.add_argument("client", nargs="*", help="options of `extractor run`, after --")
     options = parser.parse_args()
@@ -148,6 +151,7 @@ def main() -> None:
                                 target / "run",
                                 work / "dumps",
                                 options.client,
+                                to_null=options.null,
                             )
                         )
                     shutil.rmtree(target / ("cp" if name == "cp" else "run"))
