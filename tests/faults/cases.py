@@ -28,7 +28,7 @@ KILL_POINTS: dict[str, tuple[int, ...]] = {
     "dump-seen": (1, 3, 20, 60),
     "manifest-add-shard": (1, 2, 3),
     "shard-create": (1, 2, 3),
-    "copy": (1, 2, 3, 40, 100, 130),
+    "copy": (1, 2, 4),
     "shard-sync": (1, 2, 4),
     "manifest-inside": (1, 2, 30, 90),
     "manifest-commit": (1, 2, 3, 7),

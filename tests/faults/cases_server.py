@@ -237,7 +237,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"poison:row:{ordinal}", partial(one_prompt_kills, ordinal), ordinal == 5)
     yield Case("poison:rows:5,6", two_prompts_kill, True)
     for step, nth in (
-        ("request", 2), ("request", 12), ("copy", 30), ("shard-sync", 2), ("manifest-commit", 3),
+        ("request", 2), ("request", 12), ("copy", 3), ("shard-sync", 2), ("manifest-commit", 3),
         ("dump-unlink", 20), ("header-write", 1), ("seal-rename", 1), ("manifest-seal", 1),
     ):  # fmt: skip
         for names in (("INT",), ("TERM",), ("HUP",), ("INT", "INT"), ("TERM", "INT")):
@@ -246,7 +246,7 @@ def cases() -> Iterator[Case]:
                 partial(interrupted, names, Fault(step=step, nth=nth)),
                 step in ("copy", "seal-rename") and names != ("HUP",),
             )
-    for step, nth in (("request", 12), ("copy", 40), ("dump-unlink", 20), ("seal-rename", 2)):
+    for step, nth in (("request", 12), ("copy", 3), ("dump-unlink", 20), ("seal-rename", 2)):
         fault = Fault(step=step, nth=nth, action="kill-server")
         yield Case(f"come-back:{step}:{nth}", partial(comes_back, fault), step == "copy")
     yield Case("come-back:poison", poison_with_a_supervisor, True)
