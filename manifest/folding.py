@@ -23,7 +23,7 @@ from manifest.records import (
 from manifest.states import Event, IllegalTransition, Reason, State, advance
 
 #: Most rows that are remembered between batches, about 1 KB each.
-MAX_REMEMBERED = 10_000
+MAX_REMEMBERED = 4_000
 
 
 @dataclass(slots=True, kw_only=True)
