@@ -5,20 +5,31 @@
 Plans every row, takes most of them through to STORED, fails some, leaves a few in flight as a kill
 would, and then measures what a new process does first. Nothing here is the model's work: the
 figures are the client's own bound.
+
+    python -m benchmarks.manifest_scale --rows 20000 --busy 200
+
+Instead, the manifest's thread beside an event loop as busy as a client's: 128 samples in flight,
+on each of which the loop computes for 200 microseconds in Python, holding the GIL. Rounds with
+the manifest and with none are interleaved.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import resource
+import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from extractor.tables import amount, table
+from manifest.owner import Commits, StoreOwner
 from manifest.records import Change, Failed, Moved, Planned, Shard, Source, Stored
 from manifest.states import Event, Reason
 from manifest.store import Store
@@ -28,6 +39,7 @@ SAMPLES_PER_SHARD = 20_000
 SAMPLE_BYTES = 100_000
 NUM_LEFT = 128  # in flight when the process was killed
 FAILED_EVERY = 1000
+GROUP = 17  # samples of one commit of a small run
 
 Result = TypeVar("Result")
 
@@ -48,29 +60,45 @@ def key_of(n: int) -> str:
     return f"{n * 0x9E3779B97F4A7C15F39CC0605CEDC835 % 2**128:032x}"
 
 
-def plan(rows: int) -> Iterator[Change]:
-    for n in range(rows):
-        yield Planned(
-            ordinal=n, source=0, line=n + 1, label=None, key=key_of(n), num_tokens=2048,
-            num_trained=1000,
-        )  # fmt: skip
+def planned(n: int) -> Planned:
+    return Planned(
+        ordinal=n, source=0, line=n + 1, label=None, key=key_of(n), num_tokens=2048,
+        num_trained=1000,
+    )  # fmt: skip
+
+
+def stored(n: int) -> Stored:
+    shard, place = divmod(n, SAMPLES_PER_SHARD)
+    return Stored(
+        ordinal=n, shard=shard, offset=4096 + place * SAMPLE_BYTES, size_bytes=SAMPLE_BYTES,
+        digest="0" * 32, num_pieces=1,
+    )  # fmt: skip
+
+
+def moved(n: int, event: Event) -> Moved:
+    return Moved(ordinal=n, event=event, attempts=1)
 
 
 def life(rows: int) -> Iterator[Change]:
     """What a run posts for every row after planning it."""
     for n in range(rows):
-        yield Moved(ordinal=n, event=Event.SEND, attempts=1)
+        yield moved(n, Event.SEND)
         if n >= rows - NUM_LEFT:
             continue
         if n % FAILED_EVERY == 0:
             yield Failed(ordinal=n, reason=Reason.NONFINITE, detail="", attempts=1)
             continue
-        yield Moved(ordinal=n, event=Event.DUMP, attempts=1)
-        yield Moved(ordinal=n, event=Event.VERIFY, attempts=1)
-        shard, place = divmod(n, SAMPLES_PER_SHARD)
-        yield Stored(
-            ordinal=n, shard=shard, offset=4096 + place * SAMPLE_BYTES,
-            size_bytes=SAMPLE_BYTES, digest="0" * 32, num_pieces=1,
+        yield from (moved(n, Event.DUMP), moved(n, Event.VERIFY), stored(n))
+
+
+def begin(store: Store, rows: int) -> None:
+    store.begin(
+        {"model": "m"}, [Source(number=0, path="p", size_bytes=1, digest="d", num_rows=rows)]
+    )
+    for number in range(rows // SAMPLES_PER_SHARD + 1):
+        store.add_shard(
+            Shard(number=number, name=f"shard-{number:06d}", data_start=4096, is_sealed=False,
+                  size_bytes=4096, num_samples=0)
         )  # fmt: skip
 
 
@@ -81,15 +109,8 @@ def apply(store: Store, changes: Iterator[Change]) -> None:
 
 def measure(path: Path, rows: int) -> list[tuple[str, str]]:
     store = Store.create_or_open(path)
-    store.begin(
-        {"model": "m"}, [Source(number=0, path="p", size_bytes=1, digest="d", num_rows=rows)]
-    )
-    for number in range(rows // SAMPLES_PER_SHARD + 1):
-        store.add_shard(
-            Shard(number=number, name=f"shard-{number:06d}", data_start=4096, is_sealed=False,
-                  size_bytes=4096, num_samples=0)
-        )  # fmt: skip
-    _, planning_s = timed(lambda: apply(store, plan(rows)))
+    begin(store, rows)
+    _, planning_s = timed(lambda: apply(store, map(planned, range(rows))))
     after_planning = memory()
     _, living_s = timed(lambda: apply(store, life(rows)))
     after_life = memory()
@@ -133,15 +154,175 @@ def measure(path: Path, rows: int) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
+class Owner(Protocol):
+    """What of StoreOwner a run's tasks use."""
+
+    def post(self, *changes: Change) -> None: ...
+    async def commit(self, *changes: Change) -> None: ...
+
+
+class NoOwner:
+    """Keeps nothing: what the event loop does without a manifest."""
+
+    def post(self, *changes: Change) -> None:
+        pass
+
+    async def commit(self, *changes: Change) -> None:
+        await asyncio.sleep(0)
+
+
+def loops_taking(seconds: float) -> int:
+    """How many turns of `compute` take so long, with nothing beside it."""
+    turns = 1_000_000
+    best = min(timed(lambda: compute(turns))[1] for _ in range(5))
+    return round(turns * seconds / best)
+
+
+def compute(turns: int) -> None:
+    for _ in range(turns):
+        pass
+
+
+async def samples_in_flight(owner: Owner, rows: int, turns: int) -> None:
+    """A run's tasks as far as the manifest sees them; one mover that stores what there is."""
+    places = asyncio.Semaphore(NUM_LEFT)
+    verified: asyncio.Queue[int] = asyncio.Queue()
+
+    async def live(n: int) -> None:
+        owner.post(planned(n))
+        owner.post(moved(n, Event.SEND))
+        compute(turns // 2)
+        await asyncio.sleep(0)
+        owner.post(moved(n, Event.DUMP))
+        compute(turns // 2)
+        verified.put_nowait(n)
+
+    async def move() -> None:
+        left = rows
+        while left:
+            group = [await verified.get()]
+            while not verified.empty():
+                group.append(verified.get_nowait())
+            await owner.commit(*(c for n in group for c in (moved(n, Event.VERIFY), stored(n))))
+            for _ in group:
+                places.release()
+            left -= len(group)
+
+    async with asyncio.TaskGroup() as work:
+        work.create_task(move())
+        for n in range(rows):
+            await places.acquire()
+            work.create_task(live(n))
+            await asyncio.sleep(0)  # one a turn of the loop, as replies come in
+
+
+def processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+@dataclass(frozen=True, kw_only=True)
+class BusyRound:
+    """Samples through an event loop that computes for each."""
+
+    seconds: float
+    core_s: float  # processor time of all threads
+    commits: Commits
+
+
+def run_busy(path: Path | None, rows: int, turns: int) -> BusyRound:
+    """path: of the manifest; None without one."""
+
+    async def run() -> BusyRound:
+        owner: Owner = NoOwner()
+        commits = Commits()
+        if path is not None:
+            owner = store_owner = await StoreOwner.open(path)
+            commits = store_owner.commits
+            await store_owner.call(lambda store: begin(store, rows))
+        began, used = time.perf_counter(), processor_s()
+        await samples_in_flight(owner, rows, turns)
+        round = BusyRound(
+            seconds=time.perf_counter() - began, core_s=processor_s() - used, commits=commits
+        )
+        if path is not None:
+            await store_owner.close()
+        return round
+
+    return asyncio.run(run())
+
+
+def commit_times(path: Path, rows: int, *, is_busy: bool) -> float:
+    """Median seconds of a commit that plans some rows and stores those before them, in a thread;
+    `is_busy`: while the main thread does nothing but compute."""
+    seconds: list[float] = []
+
+    def work() -> None:
+        store = Store.create_or_open(path)
+        begin(store, rows)
+        for start in range(0, rows, GROUP):
+            changes: list[Change] = []
+            for n in range(start, min(start + GROUP, rows)):
+                changes += (planned(n), moved(n, Event.SEND))
+            for n in range(max(0, start - GROUP), start):
+                changes += (moved(n, Event.DUMP), moved(n, Event.VERIFY), stored(n))
+            seconds.append(timed(lambda batch=changes: store.apply(batch))[1])
+        store.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while is_busy and thread.is_alive():
+        compute(1000)
+    thread.join()
+    return statistics.median(seconds)
+
+
+def measure_busy(directory: Path, rows: int, busy_s: float, rounds: int) -> list[tuple[str, str]]:
+    turns = loops_taking(busy_s)
+    pairs = [
+        (run_busy(None, rows, turns), run_busy(directory / f"{number}.sqlite", rows, turns))
+        for number in range(rounds)
+    ]
+    ratios = [without.seconds / with_it.seconds for without, with_it in pairs]
+    costs = [(with_it.core_s - without.core_s) / rows for without, with_it in pairs]
+    last = pairs[-1][1].commits
+    alone_s, busy_commit_s = (
+        statistics.median(
+            commit_times(directory / f"{name}{number}.sqlite", 50 * GROUP, is_busy=is_busy)
+            for number in range(rounds)
+        )
+        for name, is_busy in (("alone", False), ("busy", True))
+    )
+    return [
+        ("samples", f"{rows:,}, {1e6 * busy_s:.0f} µs of Python each"),
+        ("samples/s with the manifest",
+         ", ".join(f"{rows / with_it.seconds:,.0f}" for _, with_it in pairs)),
+        ("of the rate without", ", ".join(f"{ratio:.3f}" for ratio in ratios)),
+        ("median", f"{statistics.median(ratios):.3f}"),
+        ("processor time that a sample's manifest takes, median",
+         f"{1e6 * statistics.median(costs):.0f} µs"),
+        ("commits of the last round", f"{last.count:,}: {last.changes / last.count:.0f} "
+         f"changes, {1e3 * last.seconds / last.count:.1f} ms each"),
+        (f"a commit of {5 * GROUP} changes, and beside a thread that only computes",
+         f"{1e3 * alone_s:.1f} ms, {1e3 * busy_commit_s:.1f} ms"),
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.manifest_scale", description=__doc__
     )
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--busy", type=float, metavar="MICROSECONDS", help="see above")
+    parser.add_argument("--rounds", type=int, default=5, help="with --busy")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        print(table(measure(Path(directory) / "manifest.sqlite", options.rows)))
+        if options.busy is None:
+            rows = measure(Path(directory) / "manifest.sqlite", options.rows)
+        else:
+            rows = measure_busy(Path(directory), options.rows, options.busy / 1e6, options.rounds)
+        print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """The one thread that owns the manifest, for asyncio callers: batched commits.
 
-Changes made while a commit is under way join the next one, so that the number of commits (and
-fsyncs) adapts to their cost by itself: a slow disk makes larger batches, an idle one small ones.
-A batch has an upper bound, so that a commit's time and what a crash can cost have one too.
+A commit begins when somebody waits for one, and takes along all that was posted until then. What
+nobody waits for (that a row is planned, sent or dumped: a crash before it is written costs that the
+row is read or sent again, as it is after a crash anyway) waits for such a commit too, but not for
+long, so that other processes see a live manifest. Changes made while a commit is under way join the
+next one: a slow disk makes larger batches. A batch has an upper bound, so that a commit's time and
+what a crash can cost have one too.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ Result = TypeVar("Result")
 
 #: Most changes of one commit: some 10 ms of work beside its fsync.
 MAX_BATCH = 1000
+#: Longest that posted changes wait for company.
+LINGER_S = 0.2
 
 
 @dataclass(kw_only=True)
@@ -54,7 +59,8 @@ class Commits:
 class StoreOwner:
     """Runs every call on the store's own thread, one after another.
 
-    `post` notes a change and returns at once; `commit` returns when its changes, and all that
+    `post` notes a change and returns at once, and it is durable within LINGER_S and the time of two
+    commits; `commit` returns when its changes, and all that
     were posted before, are durable. A failed commit is raised by every call that waits for it and
     by every later one: nothing is written after a gap.
     """
@@ -64,6 +70,8 @@ class StoreOwner:
         self._store = store
         self._batch: list[Change] = []
         self._batch_done: asyncio.Future[None] | None = None  # of the batch still being filled
+        self._is_due = False  # whether that batch is to be committed as soon as can be
+        self._linger: asyncio.TimerHandle | None = None  # makes it due
         self._last_done: asyncio.Future[None] | None = None  # of the newest batch begun
         self._committer: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -91,9 +99,11 @@ class StoreOwner:
         self._check()
         self._batch.extend(changes)
         if self._batch_done is None:
-            self._batch_done = self._last_done = asyncio.get_running_loop().create_future()
-        if self._committer is None:
-            self._committer = asyncio.create_task(self._commit_batches(), name="manifest-commit")
+            loop = asyncio.get_running_loop()
+            self._batch_done = self._last_done = loop.create_future()
+            self._linger = loop.call_later(LINGER_S, self._hurry)
+        if len(self._batch) >= MAX_BATCH:
+            self._hurry()
 
     async def commit(self, *changes: Change) -> None:
         """Return once `changes` and everything posted before them are durable."""
@@ -102,6 +112,8 @@ class StoreOwner:
 
     async def drain(self) -> None:
         """Return once everything posted so far is durable."""
+        if self._batch_done is not None:
+            self._hurry()
         if self._last_done is not None:
             await asyncio.shield(self._last_done)
         self._check()
@@ -118,10 +130,19 @@ class StoreOwner:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, function, self._store)
 
+    def _hurry(self) -> None:
+        """Commit what was posted as soon as the commit under way, if any, is done."""
+        self._is_due = True
+        if self._committer is None:
+            self._committer = asyncio.create_task(self._commit_batches(), name="manifest-commit")
+
     async def _commit_batches(self) -> None:
-        while self._batch_done is not None:
-            batch, done = self._batch, self._batch_done
-            self._batch, self._batch_done = [], None
+        while self._is_due and self._batch_done is not None:
+            batch, done, linger = self._batch, self._batch_done, self._linger
+            self._batch, self._batch_done, self._linger = [], None, None
+            self._is_due = False
+            if linger is not None:
+                linger.cancel()
             for start in range(0, len(batch), MAX_BATCH):
                 if self._failure is None:
                     await self._commit_one(batch[start : start + MAX_BATCH])

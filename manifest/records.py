@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from manifest.states import Event, Reason, State
 
@@ -62,6 +63,7 @@ class Moved:
 class Stored:
     """A prompt's sample is durable at [offset, offset + size_bytes) of its shard."""
 
+    event: ClassVar = Event.STORE
     ordinal: int
     shard: int
     offset: int  # bytes from the start of the shard file
@@ -74,6 +76,7 @@ class Stored:
 class Failed:
     """A prompt is given up."""
 
+    event: ClassVar = Event.FAIL
     ordinal: int
     reason: Reason
     detail: str
@@ -84,6 +87,7 @@ class Failed:
 class Relocated:
     """A stored sample's bytes were copied to another place."""
 
+    event: ClassVar = Event.MOVE
     ordinal: int
     shard: int
     offset: int
@@ -93,6 +97,7 @@ class Relocated:
 class Forgotten:
     """A stored sample's bytes are gone or damaged."""
 
+    event: ClassVar = Event.FORGET
     ordinal: int
 
 

@@ -4,8 +4,8 @@
 `identity` what the data set is of, name/JSON   `shards`   one row a shard file
 `tallies`  rows, tokens and bytes by state and reason, so that nobody has to count millions of rows
 
-Triggers keep the tallies and what a shard knows of its samples: whatever changes a row changes them
-in the same transaction.
+The writer keeps the tallies, and what a shard knows of its samples, in the transaction that changes
+the rows (see batches.py); `extractor verify` compares them with the rows.
 """
 
 from __future__ import annotations
@@ -157,3 +157,12 @@ def m003_parts_and_alterations(db: Database) -> None:
         "WHERE alterations IS NOT NULL",
     ):
         db.execute(statement)
+
+
+@migrations()
+def m004_tallies_by_batch(db: Database) -> None:
+    # A trigger on each row cost more than the row. The writer does it once for a batch.
+    for name in (
+        "tallies_insert", "tallies_delete", "tallies_update", "shards_enter", "shards_leave",
+    ):  # fmt: skip
+        db.execute(f"DROP TRIGGER {name}")

@@ -30,7 +30,7 @@ KILL_POINTS: dict[str, tuple[int, ...]] = {
     "shard-create": (1, 2, 3),
     "copy": (1, 2, 4),
     "shard-sync": (1, 2, 4),
-    "manifest-inside": (1, 2, 30, 90),
+    "manifest-inside": (1, 2, 12, 24),
     "manifest-commit": (1, 2, 3, 7),
     "dump-unlink": (1, 2, 3, 30, 60),
     "seal-trim": (1, 2, 3),

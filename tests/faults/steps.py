@@ -14,6 +14,7 @@ import importlib
 import os
 import re
 import signal
+import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -72,7 +73,6 @@ _OPERATIONS: dict[tuple[str, str], str] = {
 }
 _STORE_STEPS = {
     "apply": "manifest-commit",
-    "_apply": "manifest-inside",  # between the changes of one transaction
     "begin": "manifest-begin",
     "add_shard": "manifest-add-shard",
     "seal_shard": "manifest-seal",
@@ -239,6 +239,26 @@ def _wrap_store(steps: Steps) -> None:
 
     for method, step in _STORE_STEPS.items():
         _wrap_method(Store, method, step, steps)
+    real = Store.create_or_open
+
+    def create_or_open(path: Path) -> Store:
+        store = real(path)
+        _hook_rows(store._db.conn, steps)
+        return store
+
+    Store.create_or_open = create_or_open  # type: ignore[method-assign, assignment]
+
+
+def _hook_rows(connection: sqlite3.Connection, steps: Steps) -> None:
+    """manifest-inside: SQLite is about to write a row of a transaction, or has written it."""
+    connection.create_function("reach_inside", 1, lambda when: steps.reach("manifest-inside", when))
+    for when, moment in (
+        ("before", "BEFORE INSERT"), ("after", "AFTER INSERT"), ("after", "AFTER UPDATE"),
+    ):  # fmt: skip
+        connection.execute(
+            f"CREATE TEMP TRIGGER {moment.lower().replace(' ', '_')} {moment} ON main.prompts "
+            f"BEGIN SELECT reach_inside('{when}'); END"
+        )
 
 
 def _wrap_method(owner: type, method: str, step: str, steps: Steps) -> None:

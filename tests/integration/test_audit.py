@@ -73,6 +73,17 @@ def sql(out: Path, statement: str, *values: object) -> None:
     connection.close()
 
 
+def change_rows(out: Path, statement: str, *values: object) -> None:
+    """Rows that are wrong although all that is counted of them is right."""
+    sql(out, statement, *values)
+    sql(out, "DELETE FROM tallies")
+    sql(out, "INSERT INTO tallies SELECT state, COALESCE(reason, ''), COUNT(*), "
+        "COALESCE(SUM(num_tokens), 0), COALESCE(SUM(size_bytes), 0), "
+        "COALESCE(SUM(num_trained = 0), 0) FROM prompts GROUP BY 1, 2")  # fmt: skip
+    sql(out, "UPDATE shards SET num_samples = "
+        "(SELECT COUNT(*) FROM prompts WHERE shard = number)")  # fmt: skip
+
+
 def samples(out: Path, number: int = 0) -> list[Row]:
     rows = [row for row in rows_of(out) if row.shard == number]
     return sorted(rows, key=lambda row: row.offset or 0)
@@ -175,7 +186,7 @@ def test_a_value_that_is_no_number_is_found_though_its_digest_is_right(out: Path
         file.write(b"\xc0\x7f")  # bfloat16 NaN
         file.seek(begin)
         digest = xxhash.xxh3_128_hexdigest(file.read(row.size_bytes or 0))
-    sql(out, "UPDATE prompts SET digest = ? WHERE ordinal = ?", digest, row.ordinal)
+    change_rows(out, "UPDATE prompts SET digest = ? WHERE ordinal = ?", digest, row.ordinal)
     (finding,) = audit(out).findings
     assert (finding.kind, finding.row) == (FindingKind.SAMPLE_NONFINITE, row.ordinal)
     assert finding.detail == "aux holds NaN or infinity at row 0, boundary 1"
@@ -219,11 +230,11 @@ def damage_to_nothing(out: Path) -> None:
 
 def damage_last_row(out: Path) -> None:
     row = samples(out)[-1]
-    sql(out, "DELETE FROM prompts WHERE ordinal = ?", row.ordinal)
+    change_rows(out, "DELETE FROM prompts WHERE ordinal = ?", row.ordinal)
 
 
 def damage_middle_row(out: Path) -> None:
-    sql(out, "DELETE FROM prompts WHERE ordinal = 3")
+    change_rows(out, "DELETE FROM prompts WHERE ordinal = 3")
 
 
 def damage_all_rows_behind(out: Path) -> None:
@@ -231,26 +242,28 @@ def damage_all_rows_behind(out: Path) -> None:
 
 
 def damage_reopen(out: Path) -> None:
-    sql(out, "UPDATE prompts SET state = 'planned', shard = NULL, offset = NULL, "
+    change_rows(out, "UPDATE prompts SET state = 'planned', shard = NULL, offset = NULL, "
              "size_bytes = NULL, digest = NULL WHERE ordinal = 2")  # fmt: skip
 
 
 def damage_offset(out: Path) -> None:
-    sql(out, "UPDATE prompts SET offset = offset - 4 WHERE ordinal = ?", samples(out)[1].ordinal)
+    change_rows(
+        out, "UPDATE prompts SET offset = offset - 4 WHERE ordinal = ?", samples(out)[1].ordinal
+    )
 
 
 def damage_size(out: Path) -> None:
-    sql(out, "UPDATE prompts SET size_bytes = size_bytes - 4 WHERE ordinal = ?",
+    change_rows(out, "UPDATE prompts SET size_bytes = size_bytes - 4 WHERE ordinal = ?",
         samples(out)[0].ordinal)  # fmt: skip
 
 
 def damage_num_tokens(out: Path) -> None:
-    sql(out, "UPDATE prompts SET num_tokens = num_tokens + 1 WHERE ordinal = ?",
+    change_rows(out, "UPDATE prompts SET num_tokens = num_tokens + 1 WHERE ordinal = ?",
         samples(out)[-1].ordinal)  # fmt: skip
 
 
 def damage_key(out: Path) -> None:
-    sql(out, "UPDATE prompts SET key = 'other' WHERE ordinal = 0")
+    change_rows(out, "UPDATE prompts SET key = 'other' WHERE ordinal = 0")
 
 
 def damage_unseal(out: Path) -> None:
@@ -316,7 +329,7 @@ def test_each_kind_of_damage_is_found(
 
 
 def test_a_missing_last_row_is_found(out: Path) -> None:
-    sql(out, "DELETE FROM prompts WHERE ordinal = (SELECT MAX(ordinal) FROM prompts)")
+    change_rows(out, "DELETE FROM prompts WHERE ordinal = (SELECT MAX(ordinal) FROM prompts)")
     assert FindingKind.ROWS_UNACCOUNTED in kinds(out)
 
 

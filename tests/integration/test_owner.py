@@ -76,6 +76,58 @@ async def test_what_is_posted_during_a_commit_shares_the_next(
     assert len(await owner.call(lambda store: list(store.rows()))) == 50
 
 
+async def test_what_nobody_waits_for_joins_the_next_commit(
+    owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manifest.owner.LINGER_S", 3600)
+    gate = Gate(monkeypatch)
+    gate.open()
+    for ordinal in range(3):
+        owner.post(planned(ordinal), Moved(ordinal=ordinal, event=Event.SEND, attempts=1))
+        await asyncio.sleep(0)
+    assert gate.batches == []
+    await owner.commit(planned(3))
+    assert gate.batches == [7]
+
+
+async def test_what_nobody_waits_for_is_written_by_itself_soon(
+    owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manifest.owner.LINGER_S", 0.001)
+    gate = Gate(monkeypatch)
+    owner.post(planned(0))
+    await gate.reached()
+    gate.open()
+
+
+async def test_many_posted_changes_do_not_wait(
+    owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manifest.owner.LINGER_S", 3600)
+    monkeypatch.setattr("manifest.owner.MAX_BATCH", 3)
+    gate = Gate(monkeypatch)
+    owner.post(planned(0), planned(1))
+    owner.post(planned(2))
+    await gate.reached()
+    assert gate.batches == [3]
+    gate.open()
+
+
+async def test_what_is_posted_during_a_commit_waits_for_company_too(
+    owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manifest.owner.LINGER_S", 3600)
+    gate = Gate(monkeypatch)
+    first = asyncio.create_task(owner.commit(planned(0)))
+    await gate.reached()
+    owner.post(planned(1))
+    gate.open()
+    await first
+    assert gate.batches == [1]
+    await owner.drain()
+    assert gate.batches == [1, 1]
+
+
 async def test_a_commit_has_a_bound(owner: StoreOwner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manifest.owner.MAX_BATCH", 20)
     await owner.commit(*(planned(n) for n in range(50)))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlite_utils import Database
 
+from manifest import batches
 from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError
-from manifest.records import Failed, Moved, Planned, Rejected, Shard, Source, Stored
+from manifest.folding import Entry
+from manifest.reader import UNFINISHED
+from manifest.records import Failed, Forgotten, Moved, Planned, Rejected, Shard, Source, Stored
 from manifest.schema import migrations
 from manifest.states import Event, IllegalTransition, Reason, State
-from manifest.store import _UNFINISHED, Store
+from manifest.store import Store
 
 SOURCE = Source(number=0, path="p.jsonl", size_bytes=10, digest="d", num_rows=100)
 SHARD = Shard(
@@ -172,7 +176,7 @@ def test_samples_of_a_shard_come_in_file_order(store: Store) -> None:
 
 
 def test_rows_come_in_pages_without_loss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.store._PAGE_ROWS", 7)
+    monkeypatch.setattr("manifest.reader._PAGE_ROWS", 7)
     store.apply([planned(ordinal) for ordinal in range(50)])
     assert [row.ordinal for row in store.rows()] == list(range(50))
     assert list(store.settled_ranges()) == []
@@ -188,6 +192,60 @@ def test_equal_keys_count_as_duplicates(store: Store) -> None:
     )
     store.apply(changes)
     assert store.count_duplicates() == 1
+
+
+def test_a_batch_writes_each_row_once_whatever_it_went_through(store: Store) -> None:
+    written: list[int] = []
+    store._db.conn.create_function("note", 1, written.append)
+    store._db.execute(
+        "CREATE TEMP TRIGGER noting BEFORE INSERT ON main.prompts "
+        "BEGIN SELECT note(NEW.ordinal); END"
+    )
+    store.apply([*way_to_store(0, 4096), *way_to_store(1, 4196)])
+    assert written == [0, 1]
+
+
+def test_rows_in_flight_are_not_read_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[list[int]] = []
+    real = batches.read_entries
+
+    def noted(connection: sqlite3.Connection, ordinals: list[int]) -> list[Entry]:
+        read.append(list(ordinals))
+        return real(connection, ordinals)
+
+    monkeypatch.setattr(batches, "read_entries", noted)
+    for change in [*way_to_store(0, 4096), *way_to_store(1, 4196)]:
+        store.apply([change])
+    assert read == []
+    store.apply([Forgotten(ordinal=0)])  # settled ones are not remembered
+    store.apply([moved(0, Event.SEND)])
+    store.reopen_unfinished()  # may have changed any row
+    store.apply([moved(0, Event.SEND)])
+    assert read == [[0], [0]]
+
+
+def test_what_is_remembered_has_a_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manifest.folding.MAX_REMEMBERED", 10)
+    for ordinal in range(100):
+        store.apply([planned(ordinal)])
+        assert store._rows is not None and len(store._rows._entries) <= 10
+    store.apply([moved(ordinal, Event.SEND) for ordinal in range(100)])
+    assert set(states(store).values()) == {State.SENT}
+
+
+def test_any_text_comes_back_as_it_was(store: Store) -> None:
+    """SQLite's JSON ends a text at a NUL; that one is shown as a symbol."""
+    text = "".join(map(chr, range(1, 0x250))) + "\u2028 \U0001f600 \ufeff \\u0000 \\"
+    store.apply([
+        replace(planned(0), label=text, key=text, alterations=(text.replace(",", ""),)),
+        Rejected(ordinal=1, source=0, line=2, label=None, reason=Reason.BAD_JSON, detail="a\0b"),
+        Rejected(ordinal=2, source=0, line=2, label=None, reason=Reason.BAD_JSON, detail=text),
+    ])  # fmt: skip
+    store.apply(replace(change, offset=2**53 + 1) if isinstance(change, Stored) else change
+                for change in way_to_store(0, 4096)[1:])  # fmt: skip
+    stored, rejected, other = store.rows()
+    assert (stored.label, stored.key, stored.alterations) == (text, text, (text.replace(",", ""),))
+    assert (rejected.detail, other.detail, stored.offset) == ("a\u2400b", text, 2**53 + 1)
 
 
 # --- opening ----------------------------------------------------------------------------------
@@ -206,7 +264,7 @@ def test_a_reader_sees_commits_of_a_writer_and_cannot_write(store: Store, path: 
         assert states(reader) == {0: State.PLANNED}
         store.apply([moved(0, Event.SEND)])
         assert states(reader) == {0: State.SENT}
-        with pytest.raises(ManifestError, match="readonly"):
+        with pytest.raises(ManifestError, match="reading only"):
             reader.apply([planned(1)])
     finally:
         reader.close()
@@ -300,6 +358,35 @@ def test_a_manifest_of_the_first_version_is_brought_up_to_date(path: Path) -> No
     store.close()
 
 
+def test_a_manifest_with_triggers_goes_on_without(path: Path) -> None:
+    database = Database(sqlite3.connect(path, isolation_level=None))
+    migrations.apply(database, stop_before="m004_tallies_by_batch")
+    database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 3)")
+    database.execute("INSERT INTO shards (number, name, data_start) VALUES (0, 's', 4096)")
+    for ordinal in range(3):
+        database.execute(
+            "INSERT INTO prompts (ordinal, source, line, key, num_tokens, state, num_deaths) "
+            "VALUES (?, 0, 1, 'k', 5, 'planned', 1)", (ordinal,),
+        )  # fmt: skip
+    database.execute("UPDATE prompts SET state = 'sent' WHERE ordinal = 1")
+    database.close()
+    store = Store.create_or_open(path)
+    store.apply([*way_to_store(0, 4096), moved(2, Event.LOSE)])
+    assert store.totals().by_state == {State.STORED: 1, State.SENT: 1, State.PLANNED: 1}
+    assert (store.shards()[0].num_samples, store.shards()[0].size_bytes) == (1, 4196)
+    assert store.suspects() == {1: 1, 2: 2}
+    assert store.integrity_problems() == []
+    store.close()
+
+
+def test_an_old_sqlite_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+    for opener in (Store.create_or_open, Store.open_read_only):
+        with pytest.raises(ManifestError, match=r"needs 3\.37\.0\. Use a Python"):
+            opener(path)
+    assert not path.exists()
+
+
 def test_settled_rows_are_told_where_some_are_missing_too(store: Store) -> None:
     store.apply([*way_to_store(1, 4096), planned(2), *way_to_store(4, 4196)])
     assert list(store.settled_ranges()) == [(1, 2), (4, 5)]
@@ -317,8 +404,8 @@ def test_a_closed_manifest_is_one_plain_file(store: Store, path: Path) -> None:
 @pytest.mark.parametrize(
     "query",
     [
-        f"SELECT ordinal FROM prompts WHERE {_UNFINISHED} AND ordinal > 5 ORDER BY ordinal LIMIT 9",
-        f"SELECT ordinal, attempts FROM prompts WHERE {_UNFINISHED} AND attempts > 0",
+        f"SELECT ordinal FROM prompts WHERE {UNFINISHED} AND ordinal > 5 ORDER BY ordinal LIMIT 9",
+        f"SELECT ordinal, attempts FROM prompts WHERE {UNFINISHED} AND attempts > 0",
         "SELECT ordinal FROM prompts WHERE state = 'failed' AND ordinal > 5 ORDER BY ordinal",
     ],
 )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from manifest.records import (
+    Change,
     Failed,
     Forgotten,
     Moved,
@@ -239,3 +241,93 @@ class StoreMachine(RuleBasedStateMachine):
 
 StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStoreMachine = StoreMachine.TestCase
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+EVENTS_OF_MOVED = (Event.SEND, Event.DUMP, Event.ADOPT, Event.VERIFY, Event.RETRY, Event.LOSE)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Change]:
+    """Changes that follow from one another, of a few rows in any order."""
+    states: dict[int, State] = {}
+    changes: list[Change] = []
+    for at in range(draw(st.integers(1, 40))):
+        n = draw(st.integers(0, 3))
+        state = states.get(n)
+        options = [] if state is None else list(TRANSITIONS[state])
+        if Event.REOPEN in options:
+            continue
+        if state is None or not state.is_terminal:
+            options += ["plan", "plan", "reject"] if state is None else ["plan"]
+        event = draw(st.sampled_from(options))
+        change: Change
+        if event == "plan":
+            change = Planned(ordinal=n, source=0, line=n, label=None, key=f"k{at}",
+                             num_tokens=at, num_trained=at % 2, detail=f"d{at}",
+                             alterations=("a", "b")[: at % 3])  # fmt: skip
+            states[n] = State.PLANNED
+        elif event == "reject":
+            change = Rejected(ordinal=n, source=0, line=n, label=None, reason=Reason.BAD_JSON,
+                              detail="")  # fmt: skip
+            states[n] = State.FAILED
+        else:
+            assert state is not None
+            states[n] = TRANSITIONS[state][event]
+            place = {"shard": at % 2, "offset": 4096 + SIZE * at}
+            if event is Event.STORE:
+                change = Stored(ordinal=n, size_bytes=SIZE, digest=f"x{at}", num_pieces=at, **place)
+            elif event is Event.MOVE:
+                change = Relocated(ordinal=n, **place)
+            elif event is Event.FORGET:
+                change = Forgotten(ordinal=n)
+            elif event is Event.FAIL:
+                change = Failed(ordinal=n, reason=draw(REASONS), detail=f"d{at}", attempts=at)
+            else:
+                change = Moved(ordinal=n, event=event, attempts=at)
+        changes.append(change)
+    return changes
+
+
+def begun(path: Path) -> Store:
+    store = Store.create_or_open(path)
+    store.begin({}, [Source(number=0, path="p", size_bytes=1, digest="d", num_rows=ROWS)])
+    for number in (0, 1):
+        store.add_shard(
+            Shard(number=number, name=f"s{number}", data_start=4096, is_sealed=False,
+                  size_bytes=4096, num_samples=0)
+        )  # fmt: skip
+    return store
+
+
+def everything(store: Store) -> Any:
+    assert store.integrity_problems() == []
+    return list(store.rows()), store.totals(), store.shards(), store.suspects(), store.attempts()
+
+
+@settings(max_examples=150, deadline=None)
+@given(history=histories(), data=st.data())
+def test_a_batch_comes_to_the_same_as_its_changes_one_by_one(
+    history: list[Change], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        single, batched = (begun(Path(directory) / name) for name in ("single", "batched"))
+        begin = 0
+        while begin < len(history):
+            end = data.draw(st.integers(begin + 1, len(history)))
+            batch = history[begin:end]
+            for change in batch:
+                single.apply([change])
+            if data.draw(st.booleans()):  # a batch that is refused leaves nothing behind
+                never = Moved(ordinal=ROWS, event=Event.SEND, attempts=1)
+                with pytest.raises(IllegalTransition):
+                    batched.apply([*batch, never])
+            if data.draw(st.booleans()):  # nothing is remembered of the rows
+                batched.close()
+                batched = Store.create_or_open(batched.path)
+            batched.apply(batch)
+            assert everything(batched) == everything(single)
+            begin = end
+        single.close()
+        batched.close()
