@@ -27,13 +27,13 @@ from extractor.plan import Limits, Request
 from extractor.preflight import (
     Target,
     layout_of,
-    require_targets,
     shm_budget,
 )
 from extractor.progress import Reporter
 from extractor.reading import in_thread, num_workers_for, prompts_of, renderer_for
 from extractor.retry import Failure
 from extractor.tables import counted
+from extractor.targets import require_targets
 from prompts.types import Prompt
 
 #: How long the probe of the server's speed sends prompts.

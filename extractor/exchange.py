@@ -13,7 +13,7 @@ from extractor.collector import Collected, Collector
 from extractor.concurrency import Limiter
 from extractor.config import Layout, RunOptions
 from extractor.errors import ServerError
-from extractor.files import free_bytes
+from extractor.files import free_bytes, unlink_all
 from extractor.plan import Request, dump_bytes, make_rid, rid_prefix
 from extractor.preflight import Target
 from extractor.progress import Counters
@@ -22,10 +22,12 @@ from extractor.server_watch import ServerWatch
 from extractor.tables import amount
 from extractor.turns import Turn, Turns
 from extractor.verify import ReplyFacts, check_reply
+from extractor.writers import is_alive
 from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason
 from prompts.types import Prompt
+from server_patch.dump_format import TEMPORARY_PREFIX
 
 #: At the end of a run, dumps of requests that were given up get so long to come and be removed.
 LATE_DUMPS_S = 2.0
@@ -240,6 +242,14 @@ class Exchange:
         await asyncio.gather(*(self._client.abort(rid) for rid in self.rids))
         self.collector.abandoned |= self.rids
         self.rids.clear()
+
+    def tidy(self) -> None:
+        """Remove what the lost server left or still writes, but for what was handed over."""
+        with suppress(ServerError, OSError):  # somebody else removes the directory
+            self.collector.poll()
+            for rank in self.target.ranks:
+                if not is_alive(rank.ready):  # what it was writing, nobody will finish
+                    unlink_all(rank.directory.glob(f"{TEMPORARY_PREFIX}*"))
 
     async def close(self) -> None:
         """Leave nothing of ours with the server or under the dump root, whatever ended the run.

@@ -26,16 +26,10 @@ from extractor.config import Identity, RunOptions
 from extractor.errors import ExtractorError, ServerError, ServerGone, ServerUnreachable, first_known
 from extractor.exchange import Exchange, Unanswered
 from extractor.plan import Limits
-from extractor.preflight import (
-    Target,
-    require_alike,
-    require_dump_directory,
-    require_no_stricter,
-    require_probe,
-    require_target,
-)
+from extractor.preflight import Target, require_dump_directory, require_probe
 from extractor.progress import Counters
 from extractor.retry import Failure, is_convicted
+from extractor.targets import require_alike, require_no_stricter, require_target
 from extractor.turns import Turns
 from manifest.owner import StoreOwner
 from manifest.records import Moved
@@ -134,6 +128,7 @@ class Fleet:
         self._say = say
         self._resized = resized
         self._turns = Turns()
+        self._most = connections_each(len(self.members))
         self._lost: list[Exchange] = []
         self._room = 0
         targets = [member.target for member in self.members if member.target is not None]
@@ -259,7 +254,7 @@ class Fleet:
     def _limiter(self, target: Target) -> Limiter:
         if self._options.concurrency is not None:
             return Fixed(self._options.concurrency)
-        most = connections_each(len(self.members))
+        most = self._most
         if (taken := target.facts.max_requests) is not None:
             most = min(most, taken)
         return Auto(most=most)
@@ -313,6 +308,8 @@ class Fleet:
                 if str(error) != told:
                     told = str(error)
                     self._say(f"{member.url} is not used: {told}")
+            for start in member.starts:
+                start.tidy()
             await asyncio.sleep(RETURN_PAUSE_S)
 
     def _tell_room(self) -> None:
@@ -323,8 +320,15 @@ class Fleet:
 
 
 def connections_each(num_servers: int) -> int:
-    """Connections to each server that this process may have open, by its limit of open files."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Connections to each server that this process may have open.
+
+    Its limit of open files is raised as far as that takes and the system allows.
+    """
+    needed = MOST_LIMIT * num_servers + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY:
         return MOST_LIMIT
     return min(MOST_LIMIT, max(1, (soft - OTHER_FILES) // num_servers))

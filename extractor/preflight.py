@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +37,6 @@ from extractor.writers import ranks_of, scan_writers
 from prompts.types import Prompt
 from server_patch.dump_format import READY_NAME, Ready
 
-#: What all servers of one run must announce alike: everything that decides what is captured, and
-#: what the data set says of where it came from.
-ALIKE = (
-    "model_path", "architecture", "config_digest", "vocab_size", "num_layers", "hidden_size",
-    "dtype", "boundaries", "last_kind", "quantization", "engine_version", "plugin_version",
-)  # fmt: skip
 PROBE_TIMEOUT_S = 60.0
 #: Before a probe that was refused is sent again.
 BUSY_PAUSE_S = 1.0
@@ -75,93 +69,20 @@ class Target:
         return self.ranks[0].ready
 
 
-async def require_targets(
-    clients: Sequence[Client], options: RunOptions, *, note: Callable[[str], None]
-) -> list[Target | None]:
-    """Each server's target; None for one that does not answer, while another does.
-
-    Waits up to `--server-wait` until one answers. Raises ServerUnreachable when none does,
-    whatever `require_target` raises of one, ConfigMismatch when two are not alike.
-    """
-    await wait_until_answering(clients, timeout_s=options.server_wait_s)
-    found = await asyncio.gather(
-        *(require_target(client, options) for client in clients), return_exceptions=True
-    )
-    targets: list[Target | None] = []
-    silent: list[ServerUnreachable] = []
-    for outcome in found:
-        if isinstance(outcome, ServerUnreachable):
-            silent.append(outcome)
-            targets.append(None)
-        elif isinstance(outcome, BaseException):
-            raise outcome
-        else:
-            targets.append(outcome)
-    if len(silent) == len(clients):
-        raise silent[0]
-    answering = [target for target in targets if target is not None]
-    for other in answering[1:]:
-        require_alike(answering[0], other)
-    for client, target in zip(clients, targets, strict=True):
-        if target is None:
-            note(
-                f"warning: no server answers at {client.url}: the run begins without it, and uses "
-                "it when one does"
-            )
-    return targets
-
-
-async def require_target(client: Client, options: RunOptions) -> Target:
-    """The server at an address, as one that captures what was asked for.
-
-    Raises ServerUnreachable, PluginError, ConfigMismatch, UsageError with what to do.
-    """
-    facts = await require_server(client, wait_s=0.0)
-    ranks = require_plugin(options.dump_root, url=client.url, facts=facts)
-    require_wanted(options, ranks[0].ready)
-    return Target.of(client.url, facts, ranks)
-
-
-def require_alike(one: Target, other: Target) -> None:
-    """Raise ConfigMismatch unless prompts may go to either of two servers."""
-    if one.ready.boot_id == other.ready.boot_id and one.url != other.url:
-        raise ConfigMismatch(
-            f"{one.url} and {other.url} are the same server (pid {one.ready.pid}): name it once."
-        )
-    differences = [
-        f"  {name}: {getattr(one.ready, name)!r} and {getattr(other.ready, name)!r}"
-        for name in ALIKE
-        if getattr(one.ready, name) != getattr(other.ready, name)
-        and not (name == "model_path" and _same_model(one.ready.model_path, other.ready.model_path))
-    ]
-    if differences:
-        raise ConfigMismatch(
-            f"the servers at {one.url} and {other.url} differ:\n"
-            + "\n".join(differences)
-            + "\nStart them alike, or leave one out."
-        )
-
-
-def require_no_stricter(limits: Limits, target: Target) -> None:
-    """Raise ConfigMismatch where a server that comes late takes less than the run counts on."""
-    stricter = Limits.strictest([limits, target.limits])
-    if stricter != limits:
-        raise ConfigMismatch(
-            f"the server at {target.url} takes {target.limits.max_prompt_tokens} tokens in chunks "
-            f"of {target.limits.chunk_tokens}, the run was begun for {limits.max_prompt_tokens} in "
-            f"chunks of {limits.chunk_tokens}."
-        )
-
-
 async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
     """The server's own account of itself. Raises ServerUnreachable with what to do."""
     if not await wait_until_answering([client], timeout_s=wait_s):
-        raise ServerUnreachable(
-            f"no server answers at {client.url}. Start one with `extractor serve --model …`, "
-            "name another with --server, or give --model to let `extractor run` start it. "
-            "(A server that is still loading: --server-wait SECONDS.)"
-        )
+        raise unreachable([client.url])
     return await client.facts()
+
+
+def unreachable(urls: Sequence[str]) -> ServerUnreachable:
+    """What to say where no server answers."""
+    return ServerUnreachable(
+        f"no server answers at {', '.join(urls)}. Start one with `extractor serve --model …`, "
+        "name another with --server, or give --model to let `extractor run` start it. "
+        "(A server that is still loading: --server-wait SECONDS.)"
+    )
 
 
 def require_plugin(root: Path, *, url: str, facts: ServerFacts) -> tuple[Rank, ...]:
@@ -191,7 +112,7 @@ def require_plugin(root: Path, *, url: str, facts: ServerFacts) -> tuple[Rank, .
 def require_wanted(options: RunOptions, ready: Ready) -> None:
     """Raise ConfigMismatch when the server captures something else than the user asked for."""
     differences = []
-    if options.model is not None and not _same_model(options.model, ready.model_path):
+    if options.model is not None and not same_model(options.model, ready.model_path):
         differences.append(f"--model {options.model}: it serves {ready.model_path}")
     if options.layers is not None:
         boundaries = boundaries_of(options.layers, num_layers=ready.num_layers)
@@ -209,7 +130,8 @@ def require_wanted(options: RunOptions, ready: Ready) -> None:
         )
 
 
-def _same_model(asked: str, served: str) -> bool:
+def same_model(asked: str, served: str) -> bool:
+    """Whether two names are of one model: equal, or of one folder."""
     return asked == served or (
         Path(asked).exists() and Path(served).exists() and Path(asked).samefile(served)
     )

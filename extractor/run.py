@@ -26,7 +26,6 @@ from extractor.preflight import (
     prepare_out,
     require_dump_directory,
     require_probe,
-    require_targets,
 )
 from extractor.progress import Counters, Reporter
 from extractor.reading import renderer_for
@@ -41,6 +40,7 @@ from extractor.runstate import (
 from extractor.session import Session, shard_settings
 from extractor.strays import require_begun, require_manifest
 from extractor.tables import amount, counted, table
+from extractor.targets import require_targets
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State

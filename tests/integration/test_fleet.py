@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ import extractor.fleet
 import extractor.server_watch
 from extractor.config import RunOptions
 from extractor.errors import ConfigMismatch, ServerGone, ServerUnreachable, first_known
+from extractor.fleet import connections_each
 from extractor.run import RunSummary, run
 from extractor.serve import free_port
 from extractor.testing import FakeModel, FakeServer, Fault
@@ -386,3 +388,32 @@ async def test_a_prompt_that_kills_the_last_server_is_set_aside_nevertheless(
         summary = await run(options, notes)
     assert summary.totals.by_reason == {Reason.KILLS_SERVER: 1}
     assert_whole(tmp_path / "out", prompts, without=[17])
+
+
+# --- files that may be open -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "num_servers", "each", "raised"),
+    [
+        (1024, 4096, 1, 512, None),
+        (1024, 4096, 8, 480, 4096),
+        (1024, 1024, 8, 96, 1024),
+        (256, 256, 2, 1, 256),
+        (1024, -1, 8, 512, 8 * 512 + 256),
+        (-1, -1, 8, 512, None),
+    ],
+)
+def test_connections_fit_the_files_that_may_be_open(
+    monkeypatch: pytest.MonkeyPatch,
+    soft: int,
+    hard: int,
+    num_servers: int,
+    each: int,
+    raised: int | None,
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_to.append(limits))
+    assert connections_each(num_servers) == each
+    assert set_to == ([] if raised is None else [(raised, hard)])
