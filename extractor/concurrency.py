@@ -6,7 +6,7 @@ judge a rung, measures it in turn with the one it stands on, so that whatever ch
 (other users of the machine, longer prompts) touches both alike. What it learnt of each step is kept
 and averaged, so that noise does not carry it away:
 
-- up, where the step gains more than noise explains;
+- up, where the step gains more than noise explains; two rungs at a time until that failed twice;
 - down, where the step below loses next to nothing;
 - else it stays, and looks again ever more rarely.
 
@@ -29,18 +29,18 @@ Every `limit` served requests give `Fixed` one back:
 >>> fixed.limit
 3
 
-`Auto` begins at 8. A server whose speed grows with the requests in flight until there are 16 of
+`Auto` begins at 16. A server whose speed grows with the requests in flight until there are 48 of
 them, and not beyond, lets it climb to about there:
 
 >>> auto = Auto(most=256)
 >>> auto.limit
-8
+16
 >>> now = 0.0
->>> for _ in range(5000):
-...     now += 1 / min(auto.limit, 16)
+>>> for _ in range(20000):
+...     now += 1 / min(auto.limit, 48)
 ...     auto.served(now=now, num_tokens=100, in_flight=auto.limit)
 >>> auto.limit
-16
+48
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 #: Requests in flight that `Auto` begins with.
-FIRST_LIMIT = 8
+FIRST_LIMIT = 16
 #: `Auto` never has more with one server, whatever that takes: each is a connection.
 MOST_LIMIT = 512
 #: A window lasts for so many replies, or so many times the limit, and so many seconds.
@@ -67,6 +67,9 @@ ASSUMED_SPREAD = 0.05
 #: Comparisons of one trial, and how many of all times count for a step.
 PAIRS = 2
 MEMORY = 12
+#: Rungs of a step while it climbs, and trials that must fail before it stops climbing.
+STRIDE = 2
+CLIMBS = 2
 #: What a refusal says of the step to that limit.
 REFUSED_GAIN = -0.3
 #: Windows between two trials: doubled for each that changed nothing.
@@ -137,7 +140,7 @@ class Fixed:
 
 @dataclass(kw_only=True)
 class _Step:
-    """What is known of the step from one rung to the next."""
+    """What is known of the step from one rung to another above it."""
 
     num: int = 0
     gain: float = 0.0  # mean of ln(tokens/s above / tokens/s below)
@@ -161,32 +164,41 @@ class _Step:
 
 @dataclass(kw_only=True)
 class _Window:
-    """Replies at one limit."""
+    """Replies at one limit.
+
+    Replies come in bursts, a batch at a time. A window begins and ends with the first reply of a
+    burst, which it counts at its beginning only: else a burst more or less would look like a gain.
+    """
 
     limit: int
     settling: int  # replies to pass over first: they were sent under another limit
     goal: int  # replies to count
     began: float | None = None
-    num_replies: int = 0
+    num_replies: int = 0  # since it began, or of those passed over
     num_full: int = 0  # replies that came while the limit was reached
     num_tokens: int = 0
+    _first: float | None = None
+    _last: float = 0.0
 
-    def add(self, now: float, num_tokens: int, *, is_full: bool) -> None:
+    def add(self, now: float, num_tokens: int, *, is_full: bool) -> bool:
+        """Take in a reply; True where it ends the window, and is no part of it."""
+        if self._first is None:
+            self._first = self._last = now
+        # Since the burst before: longer than the mean time between two replies.
+        is_burst = (now - self._last) * self.num_replies >= self._last - self._first
+        self._last = now
         if self.began is None:
-            self.settling -= 1
-            if self.settling <= 0:
-                self.began = now
-            return
+            if self.num_replies < self.settling or not is_burst:
+                self.num_replies += 1
+                return False
+            self.began = self._first = now
+            self.num_replies = 0
+        elif self.num_replies >= self.goal and is_burst and now - self.began >= LEAST_WINDOW_S:
+            return True
         self.num_replies += 1
         self.num_full += is_full
         self.num_tokens += num_tokens
-
-    def is_over(self, now: float) -> bool:
-        return (
-            self.began is not None
-            and self.num_replies >= self.goal
-            and now - self.began >= LEAST_WINDOW_S
-        )
+        return False
 
     def rate(self, now: float) -> float | None:
         """Tokens/s; None where the limit was not what bounded it."""
@@ -205,7 +217,7 @@ class Auto:
     def __init__(self, *, most: int) -> None:
         """`most`: what the server takes."""
         self._rungs = _ladder(max(1, min(most, MOST_LIMIT)))
-        self._steps = [_Step() for _ in self._rungs]  # step i leads from rung i to i + 1
+        self._steps: dict[tuple[int, int], _Step] = {}  # by rungs
         self._cut_at = float("-inf")
         self._begin(_last(self._rungs, lambda limit: limit <= FIRST_LIMIT))
 
@@ -213,7 +225,7 @@ class Auto:
         self._base = base  # the rung it stands on
         self._candidate: int | None = None  # the rung that is on trial
         self._base_rate: float | None = None
-        self._is_climbing = True  # until a step up is not worth it for the first time
+        self._climbs_left = CLIMBS  # trials that may fail until it stops climbing
         self._goes_up = True  # the next trial
         self._num_pairs = 0
         self._pause = 0  # windows until the next trial
@@ -229,8 +241,7 @@ class Auto:
         return self.limit
 
     def served(self, *, now: float, num_tokens: int, in_flight: int) -> None:
-        self._window.add(now, num_tokens, is_full=in_flight >= self.limit)
-        if self._window.is_over(now):
+        if self._window.add(now, num_tokens, is_full=in_flight >= self.limit):
             self._judge(self._window.rate(now))
 
     def refused(self, *, now: float, sent_at: float) -> None:
@@ -238,20 +249,23 @@ class Auto:
             return
         self._cut_at = now
         if self._candidate is not None and self._candidate > self._base:
-            self._steps[self._base].learn(REFUSED_GAIN)
-            self._stay()
+            self._step(self._base, self._candidate).learn(REFUSED_GAIN)
+            self._stay(pause=self._patience)
             return
         if self._base > 0:
-            self._steps[self._base - 1].learn(REFUSED_GAIN)
+            self._step(self._base - 1, self._base).learn(REFUSED_GAIN)
         half = self._rungs[self._base] // 2
         self._base = _last(self._rungs, lambda limit: limit <= half)
         self._patience = LEAST_PATIENCE
-        self._stay()
+        self._stay(pause=self._patience)
 
     def restart(self, *, now: float) -> None:
         self._cut_at = now
-        self._steps = [_Step() for _ in self._rungs]
+        self._steps.clear()
         self._begin(0)
+
+    def _step(self, one: int, other: int) -> _Step:
+        return self._steps.setdefault((min(one, other), max(one, other)), _Step())
 
     def _judge(self, rate: float | None) -> None:
         """What to do after a window."""
@@ -259,7 +273,7 @@ class Auto:
             if self._candidate is None:
                 self._measure()
             else:
-                self._stay()
+                self._stay(pause=self._patience)
         elif self._candidate is None:
             self._base_rate = rate
             self._pause -= 1
@@ -270,22 +284,24 @@ class Auto:
             self._compare(self._candidate, rate)
 
     def _try_neighbour(self) -> None:
-        up, down = self._base + 1, self._base - 1
+        top = len(self._rungs) - 1
+        up = min(self._base + (STRIDE if self._climbs_left else 1), max(top, self._base + 1))
+        down = self._base - 1
         wanted = up if self._goes_up else down
-        if not 0 <= wanted < len(self._rungs):
+        if not 0 <= wanted <= top:
             self._goes_up = not self._goes_up
             wanted = up if self._goes_up else down
-        if 0 <= wanted < len(self._rungs):
+        if 0 <= wanted <= top:
             self._candidate = wanted
 
     def _compare(self, candidate: int, rate: float) -> None:
         assert self._base_rate is not None
         is_up = candidate > self._base
-        step = self._steps[min(candidate, self._base)]
+        step = self._step(self._base, candidate)
         gain = math.log(max(rate, 1e-9) / max(self._base_rate, 1e-9)) * (1 if is_up else -1)
+        is_clear = abs(gain) >= CLEAR * abs(candidate - self._base) and gain * step.gain >= 0
         step.learn(gain)
         self._num_pairs += 1
-        is_clear = abs(gain) >= CLEAR and (step.num == 1 or gain * step.gain > 0)
         if self._num_pairs < PAIRS and not is_clear:
             self._candidate = None  # once more, in turn with the rung it stands on
             self._pause = 0
@@ -294,11 +310,14 @@ class Auto:
             self._move(candidate, rate)
         elif not is_up and step.is_worthless:
             self._move(candidate, rate)
+        elif is_up and self._climbs_left > 1:
+            self._climbs_left -= 1
+            self._stay(pause=0)
         else:
-            self._is_climbing = False
+            self._climbs_left = 0
             self._patience = min(2 * self._patience, MOST_PATIENCE)
             self._goes_up = not self._goes_up
-            self._stay()
+            self._stay(pause=self._patience)
 
     def _move(self, rung: int, rate: float) -> None:
         is_up = rung > self._base
@@ -308,14 +327,15 @@ class Auto:
         self._patience = LEAST_PATIENCE
         self._pause = 0
         self._goes_up = is_up
-        if is_up and self._is_climbing:
+        if is_up and self._climbs_left:
             self._try_neighbour()  # the rate of this rung was just measured
         self._measure()
 
-    def _stay(self) -> None:
+    def _stay(self, *, pause: int) -> None:
+        """Back to the rung it stands on, for so many windows at least."""
         self._candidate = None
         self._num_pairs = 0
-        self._pause = self._patience
+        self._pause = pause
         self._measure()
 
     def _measure(self) -> None:

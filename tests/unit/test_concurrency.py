@@ -107,7 +107,7 @@ def test_it_does_not_run_away_where_more_gives_nothing() -> None:
             limits.append(limiter.limit)
         reached.append(median(limits))
     assert median(reached) <= 16
-    assert max(reached) <= 48
+    assert max(reached) <= 32
 
 
 def test_it_climbs_to_where_the_batches_are_full() -> None:
