@@ -306,7 +306,7 @@ class Auto:
             self._candidate = None  # once more, in turn with the rung it stands on
             self._pause = 0
             self._measure()
-        elif is_up and (step.is_worth_it or (is_clear and gain > 0)):
+        elif is_up and self._is_enough(step, is_clear=is_clear and gain > 0):
             self._move(candidate, rate)
         elif not is_up and step.is_worthless:
             self._move(candidate, rate)
@@ -318,6 +318,13 @@ class Auto:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
             self._goes_up = not self._goes_up
             self._stay(pause=self._patience)
+
+    def _is_enough(self, step: _Step, *, is_clear: bool) -> bool:
+        """Whether to go up. While it climbs, doubt is no reason to stay: too many requests cost
+        little, and are found out later; too few cost the whole run."""
+        if self._climbs_left:
+            return is_clear or not step.is_worthless
+        return is_clear or step.is_worth_it
 
     def _move(self, rung: int, rate: float) -> None:
         is_up = rung > self._base
