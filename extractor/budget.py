@@ -26,19 +26,19 @@ class Budget:
         """Hold `weight` for the length of the block; waits until they are free."""
         if weight > self.total:
             raise ValueError(f"{weight} can never fit into {self.total}")
-        await self._acquire(weight)
+        await self.acquire(weight)
         try:
             yield
         finally:
-            self.used -= weight
-            self._wake()
+            self.release(weight)
 
     def resize(self, total: int) -> None:
         """Allow so much from now on."""
         self.total = total
         self._wake()
 
-    async def _acquire(self, weight: int) -> None:
+    async def acquire(self, weight: int) -> None:
+        """What `hold` begins with, for whoever gives back elsewhere."""
         if not self._waiters and self.used + weight <= self.total:
             self._take(weight)
             return
@@ -54,6 +54,11 @@ class Budget:
                     self._waiters.remove((weight, granted))
             self._wake()
             raise
+
+    def release(self, weight: int) -> None:
+        """Give back what `acquire` took."""
+        self.used -= weight
+        self._wake()
 
     def _wake(self) -> None:
         while self._waiters and self.used + self._waiters[0][0] <= self.total:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -55,6 +55,7 @@ class ServerFacts:
     tokenizer_path: str
     context_length: int | None
     max_input_tokens: int | None  # prompts of this length and more are refused or cut
+    max_requests: int | None  # in flight that it can make use of: running and queued
     version: str
 
 
@@ -144,6 +145,7 @@ class Client:
                 tokenizer_path=str(model.get("tokenizer_path") or model["model_path"]),
                 context_length=_optional_int(info.get("context_length")),
                 max_input_tokens=_optional_int(info.get("max_req_input_len")),
+                max_requests=_max_requests(info),
                 version=str(info.get("version", "unknown")),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -208,11 +210,13 @@ class Client:
         return self._session
 
 
-async def wait_until_answering(client: Client, *, timeout_s: float, poll_s: float = 0.5) -> bool:
-    """Whether the server answered within `timeout_s`."""
+async def wait_until_answering(
+    clients: Sequence[Client], *, timeout_s: float, poll_s: float = 0.5
+) -> bool:
+    """Whether any of the servers answered within `timeout_s`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    while not await client.is_answering():
+    while not any(await asyncio.gather(*(client.is_answering() for client in clients))):
         if loop.time() >= deadline:
             return False
         await asyncio.sleep(poll_s)
@@ -276,6 +280,29 @@ def _object(data: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return document if isinstance(document, dict) else None
+
+
+def _max_requests(info: Mapping[str, Any]) -> int | None:
+    """Requests that are not refused and not idle: each scheduler runs some and queues others.
+
+    >>> _max_requests({"internal_states": [{"effective_max_running_requests_per_dp": 48}]})
+    96
+    >>> _max_requests({"max_running_requests": 16, "max_queued_requests": 4})
+    20
+    >>> _max_requests({})
+    """
+    states = info.get("internal_states")
+    states = [state for state in states if isinstance(state, dict)] if states else []
+    running = [
+        _optional_int(state.get("effective_max_running_requests_per_dp")) for state in states
+    ] or [_optional_int(info.get("max_running_requests"))]
+    queued = _optional_int(info.get("max_queued_requests"))
+    if any(number is None or number < 1 for number in running):
+        return None
+    # Where the queue has no end, as many wait as run: enough for the next batch.
+    return sum(
+        number + (number if queued is None else queued) for number in running if number is not None
+    )
 
 
 def _optional_int(value: object) -> int | None:

@@ -169,10 +169,10 @@ class RunOptions:
 
     prompts: tuple[Path, ...]
     out: Path = DEFAULT_OUT
-    server_url: str = DEFAULT_SERVER_URL
+    server_urls: tuple[str, ...] = (DEFAULT_SERVER_URL,)
     dump_root: Path = DEFAULT_DUMP_ROOT
     tokenizer: str | None = None  # default: the server's
-    concurrency: int = 64  # requests in flight
+    concurrency: int | None = None  # requests in flight with each server; None: finds itself
     shm_budget_bytes: int | None = None  # default: half of what is free under dump_root
     shard_bytes: int = DEFAULT_SHARD_BYTES
     num_movers: int = 1  # threads that copy dumps to shards
@@ -194,7 +194,12 @@ class RunOptions:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise UsageError("name at least one prompt file")
-        require_url(self.server_url)
+        if not self.server_urls:
+            raise UsageError("name at least one --server")
+        for url in self.server_urls:
+            require_url(url)
+        if len(set(self.server_urls)) < len(self.server_urls):
+            raise UsageError(f"a --server is named twice: {', '.join(self.server_urls)}")
         for name, option, least in (
             ("concurrency", "--concurrency", 1),
             ("shard_bytes", "--shard-size", 1),
@@ -212,7 +217,7 @@ class RunOptions:
 
     def with_server(self, url: str) -> RunOptions:
         """The same run against another server."""
-        return replace(self, server_url=url)
+        return replace(self, server_urls=(url,))
 
     @property
     def reading_document(self) -> dict[str, Any]:

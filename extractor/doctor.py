@@ -109,7 +109,7 @@ async def examine(
             lambda budget: f"{amount(budget)} of dumps at a time",
         )
         yield check
-        target = Target(facts=facts, ranks=ranks, limits=limits)
+        target = Target(url=client.url, facts=facts, ranks=ranks, limits=limits)
         check, _ = await _try(
             "probe",
             lambda: require_probe(client, target, run_id=secrets.token_hex(4)),

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import orjson
 
 from extractor.admission import Admission, Room
 from extractor.client import Client
+from extractor.concurrency import MOST_LIMIT
 from extractor.config import Layout, RunOptions
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, boundaries_of
 from extractor.errors import PluginError, ServerUnreachable, UsageError
@@ -25,19 +27,19 @@ from extractor.plan import Limits, Request
 from extractor.preflight import (
     Target,
     layout_of,
-    require_plugin,
-    require_server,
-    require_wanted,
     shm_budget,
 )
 from extractor.progress import Reporter
 from extractor.reading import in_thread, num_workers_for, prompts_of, renderer_for
 from extractor.retry import Failure
 from extractor.tables import counted
+from extractor.targets import require_targets
 from prompts.types import Prompt
 
 #: How long the probe of the server's speed sends prompts.
 PROBE_S = 5.0
+#: Requests that the probe has in flight with each server, where no number was named.
+PROBE_CONCURRENCY = 64
 #: The rids of the probe: without the prefix of ours, so that the plugin dumps nothing.
 PROBE_RID = "dry-run"
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -73,7 +75,7 @@ class _Surroundings:
     tokenizer: str
     limits: Limits | None = None
     layout: Layout | None = None
-    target: Target | None = None
+    targets: tuple[Target, ...] = ()
     why_no_speed: str = ""
 
 
@@ -83,16 +85,24 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
 
     Raises InputError, TokenizerError, UsageError, ConfigMismatch.
     """
-    async with Client(
-        options.server_url,
-        concurrency=options.concurrency,
-        request_timeout_s=options.request_timeout_s,
-    ) as client:
-        around = await _surroundings(options, client)
+    concurrency = options.concurrency or PROBE_CONCURRENCY
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                Client(url, concurrency=concurrency, request_timeout_s=options.request_timeout_s)
+            )
+            for url in options.server_urls
+        ]
+        around = await _surroundings(options, clients, reporter)
         forecast = await _forecast(options, around, reporter)
         speed = None
-        if around.target is not None and forecast.sample:
-            speed = await _measured(client, forecast.sample, options.concurrency)
+        if around.targets and forecast.sample:
+            answering = {target.url for target in around.targets}
+            speed = await _measured(
+                [client for client in clients if client.url in answering],
+                forecast.sample,
+                concurrency,
+            )
     return DryRun(
         forecast=forecast,
         speed=speed,
@@ -101,29 +111,37 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
     )
 
 
-async def _surroundings(options: RunOptions, client: Client) -> _Surroundings:
+async def _surroundings(
+    options: RunOptions, clients: Sequence[Client], reporter: Reporter
+) -> _Surroundings:
     try:
-        facts = await require_server(client, wait_s=options.server_wait_s)
+        found = await require_targets(clients, options, note=reporter.note)
     except ServerUnreachable:
         return _without_server(options)
-    tokenizer = options.tokenizer or facts.tokenizer_path
-    try:
-        ranks = require_plugin(options.dump_root, url=options.server_url, facts=facts)
     except PluginError as error:
-        return _Surroundings(tokenizer=tokenizer, why_no_speed=str(error))
-    require_wanted(options, ranks[0].ready)
-    target = Target.of(facts, ranks)
+        return _Surroundings(tokenizer=await _tokenizer(options, clients), why_no_speed=str(error))
+    targets = tuple(target for target in found if target is not None)
     return _Surroundings(
-        tokenizer=tokenizer,
-        limits=target.limits,
-        layout=layout_of(target.ready),
-        target=target,
+        tokenizer=options.tokenizer or targets[0].facts.tokenizer_path,
+        limits=Limits.strictest([target.limits for target in targets]),
+        layout=layout_of(targets[0].ready),
+        targets=targets,
     )
+
+
+async def _tokenizer(options: RunOptions, clients: Sequence[Client]) -> str:
+    """That of the first server that answers."""
+    if options.tokenizer is not None:
+        return options.tokenizer
+    for client in clients[:-1]:
+        with suppress(ServerUnreachable):
+            return (await client.facts()).tokenizer_path
+    return (await clients[-1].facts()).tokenizer_path
 
 
 def _without_server(options: RunOptions) -> _Surroundings:
     tokenizer = options.tokenizer or options.model
-    why = f"no server answers at {options.server_url}."
+    why = f"no server answers at {', '.join(options.server_urls)}."
     if tokenizer is None:
         raise UsageError(f"{why} Name a --tokenizer (or none, for rows of ids), or a --model.")
     if options.model is None or not (Path(options.model) / "config.json").is_file():
@@ -162,7 +180,7 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         admission=Admission(options.policy, around.limits, room),
         limits=around.limits,
         room=room,
-        num_held=2 * options.concurrency,
+        num_held=2 * (options.concurrency or MOST_LIMIT) * len(options.server_urls),
         shard_bytes=options.shard_bytes,
         num_movers=options.num_movers,
     )
@@ -181,21 +199,24 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
 
 
 def _budget(options: RunOptions, around: _Surroundings) -> int:
-    if around.target is not None:
-        target = around.target
-        return shm_budget(target.ranks, options.shm_budget_bytes, limits=target.limits)
+    if around.targets:
+        assert around.limits is not None
+        ranks = [rank for target in around.targets for rank in target.ranks]
+        return shm_budget(ranks, options.shm_budget_bytes, limits=around.limits)
     if options.shm_budget_bytes is not None:
         return options.shm_budget_bytes
     return free_bytes(_nearest(options.dump_root)) // 2
 
 
-async def _measured(client: Client, prompts: Sequence[Prompt], concurrency: int) -> Speed | None:
-    """The server's prefill speed, from as many of the prompts as it takes in `PROBE_S`."""
+async def _measured(
+    clients: Sequence[Client], prompts: Sequence[Prompt], concurrency: int
+) -> Speed | None:
+    """The servers' prefill speed, from as many of the prompts as they take in `PROBE_S`."""
     waiting = deque(enumerate(prompts))
     num_tokens = num_prompts = 0
     started = time.monotonic()
 
-    async def send() -> None:
+    async def send(client: Client) -> None:
         nonlocal num_tokens, num_prompts
         while waiting and time.monotonic() - started < PROBE_S:
             number, prompt = waiting.popleft()
@@ -204,11 +225,13 @@ async def _measured(client: Client, prompts: Sequence[Prompt], concurrency: int)
                 num_tokens += prompt.num_tokens
                 num_prompts += 1
 
-    await client.generate(Request(rid=f"{PROBE_RID}-warm-up", prompt=prompts[0]))
+    for client in clients:
+        await client.generate(Request(rid=f"{PROBE_RID}-warm-up", prompt=prompts[0]))
     started = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(concurrency, len(prompts))):
-            tasks.create_task(send())
+            for client in clients:
+                tasks.create_task(send(client))
     seconds = time.monotonic() - started
     if not num_tokens:
         return None

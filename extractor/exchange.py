@@ -1,29 +1,33 @@
-"""One prompt, one request, one set of pieces: what passes between us and the server."""
+"""One prompt, one request, one set of pieces: what passes between us and one start of a server."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 from extractor.client import Client
 from extractor.collector import Collected, Collector
+from extractor.concurrency import Limiter
 from extractor.config import Layout, RunOptions
 from extractor.errors import ServerError
-from extractor.files import free_bytes
+from extractor.files import free_bytes, unlink_all
 from extractor.plan import Request, dump_bytes, make_rid, rid_prefix
 from extractor.preflight import Target
 from extractor.progress import Counters
-from extractor.retry import Failure, is_convicted
+from extractor.retry import Failure
 from extractor.server_watch import ServerWatch
 from extractor.tables import amount
+from extractor.turns import Turn, Turns
 from extractor.verify import ReplyFacts, check_reply
+from extractor.writers import is_alive
 from manifest.owner import StoreOwner
-from manifest.records import Failed, Moved
+from manifest.records import Moved
 from manifest.states import Event, Reason
 from prompts.types import Prompt
+from server_patch.dump_format import TEMPORARY_PREFIX
 
 #: At the end of a run, dumps of requests that were given up get so long to come and be removed.
 LATE_DUMPS_S = 2.0
@@ -31,8 +35,16 @@ LATE_DUMPS_S = 2.0
 FULL_PAUSE_S = 0.2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unanswered:
+    """A prompt that the server has, or may have had, and said nothing of."""
+
+    prompt: Prompt
+    attempts: int  # so far, over all sessions
+
+
 class Exchange:
-    """Sends requests, at most `concurrency` at once, and ties their dumps to them."""
+    """Sends requests to one start of one server and ties their dumps to them."""
 
     def __init__(
         self,
@@ -40,41 +52,84 @@ class Exchange:
         options: RunOptions,
         client: Client,
         target: Target,
+        collector: Collector | None,
         owner: StoreOwner,
         counters: Counters,
         run_id: str,
         layout: Layout,
-        suspects: Mapping[int, int],
+        limiter: Limiter,
+        turns: Turns,
         say: Callable[[str], None],
     ) -> None:
-        """`suspects`: prompts that a dying server had not answered -> how often. `say`: tells a
-        person what the run waits for."""
-        self.collector = Collector(target.ranks, rid_prefix=rid_prefix(run_id))
+        """`collector`: of an earlier exchange with the same start of the server; None: there was
+        none. `say`: tells a person what the run waits for."""
+        self.target = target
+        self.collector = collector or Collector(target.ranks, rid_prefix=rid_prefix(run_id))
         self.rids: set[str] = set()  # with the server now
+        self.num_prompts = 0  # answered, their dumps whole
+        self.num_tokens = 0  # of these
+        self.has_ended = asyncio.Event()
         self._client = client
-        self._target = target
         self._owner = owner
         self._counters = counters
         self._run_id = run_id
         self._session_id = secrets.token_hex(3)
         self._dump_timeout_s = options.dump_timeout_s
         self._layout = layout
-        self._suspects = suspects
-        #: Prompts whose last request reached the server and had no answer -> number of attempts.
-        self._unanswered: dict[int, int] = {}
+        #: By ordinal: whose last request reached the server and had no answer.
+        self._unanswered: dict[int, Unanswered] = {}
+        self._under_way: set[asyncio.Timeout] = set()
         self.watch = ServerWatch(
             client=client,
             target=target,
             run_id=run_id,
-            max_requests=options.concurrency,
+            limiter=limiter,
+            turns=turns,
             say=say,
         )
 
-    async def fetch(self, prompt: Prompt, attempt: int) -> Collected:
+    async def run(self) -> None:
+        """Watch the server and its dumps until cancelled.
+
+        Raises what ended it, in an ExceptionGroup: ServerError when the server is lost, SpaceError.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.watch.run(), name="server-watch")
+            tasks.create_task(self.collector.run(), name="collector")
+
+    def holds(self, ordinal: int) -> bool:
+        """Whether the server may still be at work on the prompt, which it has not answered."""
+        return ordinal in self._unanswered
+
+    async def fetch(self, prompt: Prompt, attempt: int, turn: Turn) -> Collected:
         """Send `prompt` once; the pieces that tile it, or why this attempt gave none.
 
-        Whoever takes the pieces owns their files.
+        `turn` is released when the server has answered. Whoever takes the pieces owns their files.
         """
+        try:
+            async with self._until_ended():
+                return await self._fetch(prompt, attempt, turn)
+        except TimeoutError:
+            return Failure(
+                reason=Reason.SERVER_ERROR,
+                detail="its server was lost meanwhile",
+                is_transport=True,
+                is_unanswered=True,
+            )
+        finally:
+            turn.release()
+
+    @asynccontextmanager
+    async def _until_ended(self) -> AsyncIterator[None]:
+        """A block that `end` breaks off with TimeoutError."""
+        async with asyncio.timeout(None) as patience:
+            self._under_way.add(patience)
+            try:
+                yield
+            finally:
+                self._under_way.discard(patience)
+
+    async def _fetch(self, prompt: Prompt, attempt: int, turn: Turn) -> Collected:
         rid = make_rid(
             run_id=self._run_id,
             session_id=self._session_id,
@@ -84,10 +139,11 @@ class Exchange:
         collected = self.collector.expect(rid, num_tokens=prompt.num_tokens)
         is_taken = False
         try:
-            reply_failure = await self._send(Request(rid=rid, prompt=prompt), attempt)
+            reply_failure = await self._send(Request(rid=rid, prompt=prompt), attempt, turn)
             if reply_failure is not None:
                 # A dump may have come nevertheless: it goes before its room is given back.
-                self.collector.poll()
+                with suppress(ServerError):  # which ends `run`
+                    self.collector.poll()
                 return reply_failure
             try:
                 async with asyncio.timeout(self._dump_timeout_s):
@@ -106,6 +162,8 @@ class Exchange:
         if isinstance(outcome, Failure):
             return self._unless_full(outcome, prompt)
         self.watch.note_space(None)
+        self.num_prompts += 1
+        self.num_tokens += prompt.num_tokens
         return outcome
 
     def _unless_full(self, failure: Failure, prompt: Prompt) -> Failure:
@@ -116,8 +174,8 @@ class Exchange:
 
     def _is_full(self, prompt: Prompt) -> bool:
         """Whether somebody else took the room that the budget has for this prompt's dump."""
-        need = dump_bytes(prompt.num_tokens, self._layout, self._target.limits)
-        for rank in self._target.ranks:
+        need = dump_bytes(prompt.num_tokens, self._layout, self.target.limits)
+        for rank in self.target.ranks:
             try:
                 free = free_bytes(rank.directory)
             except FileNotFoundError:
@@ -140,25 +198,25 @@ class Exchange:
         """The prompt is given up."""
         self._unanswered.pop(ordinal, None)
 
-    async def _send(self, request: Request, attempt: int) -> Failure | None:
-        """One request within the concurrency limit; None when the server prefilled all of it."""
+    async def _send(self, request: Request, attempt: int, turn: Turn) -> Failure | None:
+        """One request; None when the server prefilled all of it."""
         ordinal = request.prompt.ordinal
         while self._is_full(request.prompt):  # noqa: ASYNC110 - nobody tells of freed space
             await asyncio.sleep(FULL_PAUSE_S)
-        async with self.watch.turn():
-            self._owner.post(Moved(ordinal=ordinal, event=Event.SEND, attempts=attempt))
-            self._counters.sent += 1
-            self.rids.add(request.rid)
-            was_unanswered = ordinal in self._unanswered
-            self._unanswered[ordinal] = attempt
-            sent_at = asyncio.get_running_loop().time()
-            reply = await self._client.generate(request)
-            self.rids.discard(request.rid)
-            if self._is_settled(reply, was_unanswered=was_unanswered):
-                self.forget(ordinal)
-            if not isinstance(reply, Failure):
-                reply = check_reply(reply, num_tokens=request.prompt.num_tokens) or reply
-            self.watch.note(reply, sent_at=sent_at)
+        self._owner.post(Moved(ordinal=ordinal, event=Event.SEND, attempts=attempt))
+        self._counters.sent += 1
+        self.rids.add(request.rid)
+        was_unanswered = ordinal in self._unanswered
+        self._unanswered[ordinal] = Unanswered(prompt=request.prompt, attempts=attempt)
+        sent_at = asyncio.get_running_loop().time()
+        reply = await self._client.generate(request)
+        self.rids.discard(request.rid)
+        if self._is_settled(reply, was_unanswered=was_unanswered):
+            self.forget(ordinal)
+        if not isinstance(reply, Failure):
+            reply = check_reply(reply, num_tokens=request.prompt.num_tokens) or reply
+        self.watch.note(reply, sent_at=sent_at, num_tokens=request.prompt.num_tokens)
+        turn.release()
         if not isinstance(reply, Failure):
             return None
         if reply.is_unanswered and not reply.is_unsent:
@@ -168,38 +226,42 @@ class Exchange:
             await self._client.abort(request.rid)
         return reply
 
-    async def close(self) -> list[int]:
-        """Leave nothing of ours with the server or under the dump root, whatever ended the run;
-        the prompts that are set aside because they killed the server."""
-        convicted = self._settle_unanswered() if self.watch.is_lost else []
+    def end(self) -> Sequence[Unanswered]:
+        """The server is lost: break off what is under way. The prompts that it had not answered."""
+        with suppress(ServerError):
+            self.collector.poll()  # what is whole by now need not be asked for again
+        unanswered, self._unanswered = list(self._unanswered.values()), {}
+        now = asyncio.get_running_loop().time()
+        for patience in self._under_way:
+            patience.reschedule(now)
+        self.has_ended.set()
+        return unanswered
+
+    async def abandon(self) -> None:
+        """Leave nothing of ours with the server."""
         await asyncio.gather(*(self._client.abort(rid) for rid in self.rids))
         self.collector.abandoned |= self.rids
+        self.rids.clear()
+
+    def tidy(self) -> None:
+        """Remove what the lost server left or still writes, but for what was handed over."""
+        with suppress(ServerError, OSError):  # somebody else removes the directory
+            self.collector.poll()
+            for rank in self.target.ranks:
+                if not is_alive(rank.ready):  # what it was writing, nobody will finish
+                    unlink_all(rank.directory.glob(f"{TEMPORARY_PREFIX}*"))
+
+    async def close(self) -> None:
+        """Leave nothing of ours with the server or under the dump root, whatever ended the run.
+
+        To be called when nothing is copied any more.
+        """
+        await self.abandon()
         loop = asyncio.get_running_loop()
-        until = loop.time() + (0.0 if self.watch.is_lost else LATE_DUMPS_S)
+        until = loop.time() + (0.0 if self.has_ended.is_set() else LATE_DUMPS_S)
         # Everything that is still there, or comes, is nobody's any more.
         with suppress(ServerError):
             self.collector.sweep()
             while self.collector.abandoned and loop.time() < until:
                 await asyncio.sleep(0.02)
                 self.collector.poll()
-        return convicted
-
-    def _settle_unanswered(self) -> list[int]:
-        """The server died: what it had not answered is suspect, or convicted."""
-        convicted = []
-        for ordinal, attempts in self._unanswered.items():
-            num_deaths = self._suspects.get(ordinal, 0)
-            if is_convicted(num_deaths=num_deaths, num_unanswered=len(self._unanswered)):
-                convicted.append(ordinal)
-                self._owner.post(
-                    Failed(
-                        ordinal=ordinal,
-                        reason=Reason.KILLS_SERVER,
-                        detail=f"the server died {num_deaths + 1} times with it, the last time "
-                        "with nothing else to do",
-                        attempts=attempts,
-                    )
-                )
-            else:
-                self._owner.post(Moved(ordinal=ordinal, event=Event.LOSE, attempts=attempts))
-        return convicted

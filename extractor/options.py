@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,37 @@ class ByteSize(click.ParamType[int]):
             self.fail(f"{value!r} is no size; write it as 4096, 512M or 1.5GiB", param, ctx)
 
 
+class Address(click.ParamType[str]):
+    """A server's URL. A variable may hold several, separated by blanks or commas."""
+
+    name = "url"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        return [word for word in re.split(r"[\s,]+", rv) if word]
+
+
+class Concurrency(click.ParamType[int | None]):
+    """A number of requests, or `auto` (None)."""
+
+    name = "concurrency"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | None:
+        if value == AUTO:
+            return None
+        try:
+            number = int(value)
+        except ValueError:
+            number = 0
+        if number < 1:
+            self.fail(f"{value!r} is neither {AUTO} nor a number of 1 and more", param, ctx)
+        return number
+
+
 class PassingCommand(click.Command):
     """A command whose words after `--` go to SGLang as they are: `ctx.meta[SGLANG_ARGUMENTS]`."""
 
@@ -53,7 +85,10 @@ class Commands(click.Group):
 
 
 SGLANG_ARGUMENTS = "extractor.sglang_arguments"
+AUTO = "auto"
 BYTES = ByteSize()
+ADDRESS = Address()
+CONCURRENCY = Concurrency()
 OUT_ARGUMENT = click.argument(
     "out", metavar="[DIR]", type=click.Path(path_type=Path), default=DEFAULT_OUT
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from extractor.config import Layout
@@ -22,6 +23,21 @@ class Limits:
     max_prompt_tokens: int  # longest prompt that is prefilled whole
     vocab_size: int
     chunk_tokens: int  # most rows of one piece; the prompt's length when prefill is not chunked
+
+    @classmethod
+    def strictest(cls, limits: Sequence[Limits]) -> Limits:
+        """What each of several servers takes.
+
+        >>> one = Limits(max_prompt_tokens=100, vocab_size=10, chunk_tokens=32)
+        >>> other = Limits(max_prompt_tokens=90, vocab_size=10, chunk_tokens=64)
+        >>> Limits.strictest([one, other])
+        Limits(max_prompt_tokens=90, vocab_size=10, chunk_tokens=32)
+        """
+        return cls(
+            max_prompt_tokens=min(limit.max_prompt_tokens for limit in limits),
+            vocab_size=min(limit.vocab_size for limit in limits),
+            chunk_tokens=min(limit.chunk_tokens for limit in limits),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

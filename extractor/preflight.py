@@ -54,14 +54,15 @@ LEAST_FREE_BYTES = 64 << 20
 class Target:
     """A server that is fit to run against."""
 
+    url: str
     facts: ServerFacts
     ranks: tuple[Rank, ...]
     limits: Limits
 
     @classmethod
-    def of(cls, facts: ServerFacts, ranks: tuple[Rank, ...]) -> Target:
+    def of(cls, url: str, facts: ServerFacts, ranks: tuple[Rank, ...]) -> Target:
         """Raises PluginError where the server does not tell its limits."""
-        return cls(facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
+        return cls(url=url, facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
 
     @property
     def ready(self) -> Ready:
@@ -70,13 +71,18 @@ class Target:
 
 async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
     """The server's own account of itself. Raises ServerUnreachable with what to do."""
-    if not await wait_until_answering(client, timeout_s=wait_s):
-        raise ServerUnreachable(
-            f"no server answers at {client.url}. Start one with `extractor serve --model …`, "
-            "name another with --server, or give --model to let `extractor run` start it. "
-            "(A server that is still loading: --server-wait SECONDS.)"
-        )
+    if not await wait_until_answering([client], timeout_s=wait_s):
+        raise unreachable([client.url])
     return await client.facts()
+
+
+def unreachable(urls: Sequence[str]) -> ServerUnreachable:
+    """What to say where no server answers."""
+    return ServerUnreachable(
+        f"no server answers at {', '.join(urls)}. Start one with `extractor serve --model …`, "
+        "name another with --server, or give --model to let `extractor run` start it. "
+        "(A server that is still loading: --server-wait SECONDS.)"
+    )
 
 
 def require_plugin(root: Path, *, url: str, facts: ServerFacts) -> tuple[Rank, ...]:
@@ -106,7 +112,7 @@ def require_plugin(root: Path, *, url: str, facts: ServerFacts) -> tuple[Rank, .
 def require_wanted(options: RunOptions, ready: Ready) -> None:
     """Raise ConfigMismatch when the server captures something else than the user asked for."""
     differences = []
-    if options.model is not None and not _same_model(options.model, ready.model_path):
+    if options.model is not None and not same_model(options.model, ready.model_path):
         differences.append(f"--model {options.model}: it serves {ready.model_path}")
     if options.layers is not None:
         boundaries = boundaries_of(options.layers, num_layers=ready.num_layers)
@@ -124,7 +130,8 @@ def require_wanted(options: RunOptions, ready: Ready) -> None:
         )
 
 
-def _same_model(asked: str, served: str) -> bool:
+def same_model(asked: str, served: str) -> bool:
+    """Whether two names are of one model: equal, or of one folder."""
     return asked == served or (
         Path(asked).exists() and Path(served).exists() and Path(asked).samefile(served)
     )

@@ -25,7 +25,8 @@ class Counters:
     stored_bytes: int = 0  # this session
     sent: int = 0  # requests, this session
     retried: int = 0
-    in_flight: int = 0  # requests with the server now
+    in_flight: int = 0  # requests with the servers now
+    limit: int = 0  # requests that they may have now
     shm_bytes: int = 0  # held of the budget now
     started: float = field(default_factory=time.monotonic)
 
@@ -116,6 +117,6 @@ def reporter_for(stream: TextIO = sys.stderr) -> Reporter:
 def _figures(counters: Counters) -> str:
     return (
         f"{counters.tokens_per_s:,.0f} tok/s, {counters.gigabytes_per_s:.3f} GB/s, "
-        f"shm {counters.shm_bytes / 1e6:,.0f} MB, {counters.in_flight} in flight, "
+        f"shm {counters.shm_bytes / 1e6:,.0f} MB, {counters.in_flight}/{counters.limit} in flight, "
         f"{counters.failed} failed"
     )

@@ -26,6 +26,7 @@ class Failure:
     is_transport: bool = False  # the connection failed: the server may be gone
     is_unsent: bool = False  # the server was not even reached
     is_unanswered: bool = False  # it had the request, or may have had it, and said nothing
+    others_served: bool = False  # meanwhile, by the same server
 
     @property
     def is_unserved(self) -> bool:
@@ -36,6 +37,12 @@ class Failure:
     def is_not_counted(self) -> bool:
         """Whether it says nothing against the prompt, so that it costs none of its attempts."""
         return self.is_busy or self.is_transport
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether it may be the prompt's. Where nobody was served meanwhile, a refusal tells
+        nothing even of this prompt."""
+        return not self.is_not_counted or self.others_served
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from extractor.client import Client
 from extractor.collector import Collector, remove_dumps_of_the_dead
+from extractor.concurrency import MOST_LIMIT
 from extractor.config import DATASET_NAME, Identity, RunOptions
 from extractor.dataset import dataset_document
 from extractor.errors import ServerError, ServerGone, first_known, storage_error
 from extractor.files import write_whole
+from extractor.fleet import Member
 from extractor.inputs import reads_stdin, scan_prompts
 from extractor.lock import exclusive
 from extractor.mover import Syncs, seal_left_open
 from extractor.plan import rid_prefix
 from extractor.preflight import (
-    Target,
     manifest_warning,
     prepare_out,
     require_dump_directory,
-    require_plugin,
     require_probe,
-    require_server,
-    require_wanted,
 )
 from extractor.progress import Counters, Reporter
 from extractor.reading import renderer_for
@@ -42,6 +40,7 @@ from extractor.runstate import (
 from extractor.session import Session, shard_settings
 from extractor.strays import require_begun, require_manifest
 from extractor.tables import amount, counted, table
+from extractor.targets import require_targets
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State
@@ -58,6 +57,7 @@ class RunSummary:
     counters: Counters
     duplicates: int | None  # among stored samples; None where nothing was stored, so not counted
     peak_shm_bytes: int
+    members: tuple[Member, ...]  # the servers; empty where nothing was to be sent
     commits: Commits  # of the manifest, this session
     syncs: Syncs  # of shards, this session
     run_id: str
@@ -84,6 +84,7 @@ class RunSummary:
                 "seconds": counters.seconds,
                 "tokens_per_s": counters.tokens_per_s,
                 "peak_shm_bytes": self.peak_shm_bytes,
+                "servers": [member.to_document() for member in self.members],
                 "commits": self.commits.to_document(),
                 "syncs": self.syncs.to_document(),
             },
@@ -98,6 +99,7 @@ class RunSummary:
                 ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
                 ("dumps at a time", f"{amount(self.peak_shm_bytes)} at most"),
+                *((f"requests at {member.url}", member.to_text()) for member in self.members),
                 ("sent again", f"{counters.retried:,}"),
                 ("duplicates", f"{self.duplicates or 0:,}"),
             ]
@@ -157,21 +159,19 @@ async def _run(
         await require_same_inputs(owner, options, files)
     left = await reconcile(owner, options.shards_path, note=reporter.note)
     state.forget(left.lost)
-    async with Client(
-        options.server_url,
-        concurrency=options.concurrency,
-        request_timeout_s=options.request_timeout_s,
-    ) as client:
+    async with _clients(options) as clients:
         try:
-            target, renderer = await _preflight(options, client)
+            members, renderer = await _preflight(options, clients, reporter)
         except ServerError:
             if not state.is_finished or options.retry_failed:
                 raise
             reporter.note("Every row is settled already; the server was not needed.")
             await _seal_all(owner, options, left)
-            return await _summary(owner, state, peak_shm_bytes=0)
+            return await _summary(owner, state)
+        targets = [member.target for member in members if member.target is not None]
+        ready = targets[0].ready
         identity = Identity.of(
-            target.ready,
+            ready,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
             reading=options.reading_document,
@@ -181,7 +181,7 @@ async def _run(
         options.shards_path.mkdir(exist_ok=True)
         write_whole(
             options.out / DATASET_NAME,
-            dataset_document(identity, engine_version=target.ready.engine_version),
+            dataset_document(identity, engine_version=ready.engine_version),
         )
         if options.retry_failed:
             # Only now: a command that is refused must leave the data set as it was.
@@ -190,19 +190,19 @@ async def _run(
             state = await RunState.load(owner, files)
         if state.is_finished:
             remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
-            Collector(target.ranks, rid_prefix=rid_prefix(state.run_id)).sweep()
+            for target in targets:
+                Collector(target.ranks, rid_prefix=rid_prefix(state.run_id)).sweep()
             await _seal_all(owner, options, left)
-            return await _summary(owner, state, peak_shm_bytes=0)
+            return await _summary(owner, state)
         reporter.note(
-            f"{target.facts.model_path} at {client.url}: boundaries {list(identity.boundaries)}, "
-            f"last {identity.last_kind}, {identity.dtype}; {state.counters.num_rows:,} rows, "
-            f"{state.counters.settled_before:,} settled before"
+            f"{ready.model_path} at {', '.join(target.url for target in targets)}: "
+            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
+            f"{state.counters.num_rows:,} rows, {state.counters.settled_before:,} settled before"
         )
-        await require_probe(client, target, run_id=state.run_id)
+        await _probe(members, run_id=state.run_id)
         session = Session(
             options=options,
-            client=client,
-            target=target,
+            members=members,
             identity=identity,
             renderer=renderer,
             owner=owner,
@@ -211,7 +211,13 @@ async def _run(
             left=left,
         )
         await session.run(files)
-        return await _summary(owner, state, peak_shm_bytes=session.budget.peak, syncs=session.syncs)
+        return await _summary(
+            owner,
+            state,
+            peak_shm_bytes=session.budget.peak,
+            members=tuple(members),
+            syncs=session.syncs,
+        )
 
 
 @asynccontextmanager
@@ -228,14 +234,49 @@ async def _open_manifest(options: RunOptions) -> AsyncIterator[StoreOwner]:
         await owner.close()
 
 
-async def _preflight(options: RunOptions, client: Client) -> tuple[Target, Renderer]:
-    facts = await require_server(client, wait_s=options.server_wait_s)
-    ranks = require_plugin(options.dump_root, url=options.server_url, facts=facts)
-    require_wanted(options, ranks[0].ready)
-    require_dump_directory(ranks)
-    target = Target.of(facts, ranks)
-    tokenizer = options.tokenizer or facts.tokenizer_path
-    return target, await asyncio.to_thread(renderer_for, tokenizer, options.reading)
+@asynccontextmanager
+async def _clients(options: RunOptions) -> AsyncIterator[list[Client]]:
+    """One for each server."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                Client(
+                    url,
+                    concurrency=options.concurrency or MOST_LIMIT,
+                    request_timeout_s=options.request_timeout_s,
+                )
+            )
+            for url in options.server_urls
+        ]
+
+
+async def _preflight(
+    options: RunOptions, clients: Sequence[Client], reporter: Reporter
+) -> tuple[list[Member], Renderer]:
+    """The servers, of which one at least is fit to run against."""
+    targets = await require_targets(clients, options, note=reporter.note)
+    for target in targets:
+        if target is not None:
+            require_dump_directory(target.ranks)
+    members = [
+        Member(client=client, target=target)
+        for client, target in zip(clients, targets, strict=True)
+    ]
+    tokenizer = options.tokenizer or next(
+        target.facts.tokenizer_path for target in targets if target is not None
+    )
+    return members, await asyncio.to_thread(renderer_for, tokenizer, options.reading)
+
+
+async def _probe(members: Sequence[Member], *, run_id: str) -> None:
+    """See a dump of each server that is up. Raises the first error of one."""
+    try:
+        async with asyncio.TaskGroup() as probes:
+            for member in members:
+                if member.target is not None:
+                    probes.create_task(require_probe(member.client, member.target, run_id=run_id))
+    except ExceptionGroup as group:
+        raise first_known(group) from group
 
 
 async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) -> None:
@@ -246,7 +287,12 @@ async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) ->
 
 
 async def _summary(
-    owner: StoreOwner, state: RunState, *, peak_shm_bytes: int, syncs: Syncs | None = None
+    owner: StoreOwner,
+    state: RunState,
+    *,
+    peak_shm_bytes: int = 0,
+    members: tuple[Member, ...] = (),
+    syncs: Syncs | None = None,
 ) -> RunSummary:
     duplicates = None
     if state.counters.stored:
@@ -256,6 +302,7 @@ async def _summary(
         duplicates=duplicates,
         counters=state.counters,
         peak_shm_bytes=peak_shm_bytes,
+        members=members,
         commits=owner.commits,
         syncs=syncs or Syncs(),
         run_id=state.run_id,

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -135,7 +135,7 @@ class _Watch:
             await self._until(Stage.READY, self._is_announced)
             facts = await client.facts()
             ranks = require_plugin(self._options.dump_root, url=self._options.url, facts=facts)
-            target = Target.of(facts, ranks)
+            target = Target.of(client.url, facts, ranks)
             probe = asyncio.create_task(
                 require_probe(client, target, run_id=secrets.token_hex(4)), name="probe"
             )
@@ -211,10 +211,13 @@ class _Watch:
         return bool(mine) and len(mine) >= mine[0].ready.dp_size
 
 
-async def server_answers(url: str) -> bool:
-    """Whether a SGLang server answers at `url` now."""
-    async with Client(url, concurrency=1, request_timeout_s=5.0) as client:
-        return await client.is_answering()
+async def any_server_answers(urls: Sequence[str]) -> bool:
+    """Whether a SGLang server answers at one of `urls` now."""
+    for url in urls:
+        async with Client(url, concurrency=1, request_timeout_s=5.0) as client:
+            if await client.is_answering():
+                return True
+    return False
 
 
 def free_port() -> int:

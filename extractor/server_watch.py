@@ -1,18 +1,19 @@
-"""Edge: whose turn it is to send, by how the server does; and when to give the server up."""
+"""Edge: how many prompts a server gets, by how it does; and when to give it up."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from extractor.breaker import Breaker
-from extractor.budget import Budget
 from extractor.client import Client
+from extractor.concurrency import Limiter
 from extractor.errors import ServerGone, ServerLost, SpaceError
 from extractor.preflight import PROBE_TIMEOUT_S, PROBE_TOKENS, Target, probe_request
 from extractor.retry import Failure, RetryPolicy
+from extractor.turns import Gate, Turns
 from extractor.verify import ReplyFacts, check_reply
 from extractor.writers import is_alive
 
@@ -31,7 +32,7 @@ RESTART_ADVICE = "Restart it and run the same command again; nothing stored is s
 
 
 class ServerWatch:
-    """Gives requests their turn, at most `max_requests` at once, and learns from their replies."""
+    """One start of one server: opens and shuts its gate, by what its replies say of it."""
 
     def __init__(
         self,
@@ -39,7 +40,8 @@ class ServerWatch:
         client: Client,
         target: Target,
         run_id: str,
-        max_requests: int,
+        limiter: Limiter,
+        turns: Turns,
         say: Callable[[str], None],
     ) -> None:
         """say: tells a person what the run waits for."""
@@ -48,63 +50,76 @@ class ServerWatch:
         self._target = target
         self._run_id = run_id
         self._breaker = Breaker(
-            max_requests=max_requests,
             refused_open_s=REFUSED_OPEN_S,
             gone_after_s=GONE_AFTER_S,
             useless_after_s=USELESS_AFTER_S,
         )
-        self._turns = Budget(max_requests)
-        self._is_closed = asyncio.Event()  # the circuit: prompts may be sent
-        self._is_closed.set()
-        self._has_opened = asyncio.Event()
+        self.limiter = limiter
+        self.gate = Gate(limit=limiter.limit)
+        self._turns = turns
+        self._has_opened = asyncio.Event()  # the circuit: no prompt may be sent
+        self._found_gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._last_trouble = ""
         self._space_trouble: str | None = None
         self._space_trouble_since = 0.0
         self.num_served = 0  # requests answered with what was asked for, probes included
-        #: Whether the server was found dead, with whatever it had not answered.
-        self.is_lost = False
 
-    @property
-    def limit(self) -> int:
-        """Requests that may be in flight now."""
-        return self._breaker.limit
+    def is_same_server(self) -> bool:
+        """Whether the server that was proven is still the one behind the address.
 
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait for a turn to send one prompt, and hold it. Raises ServerGone."""
-        while True:
-            await self._is_closed.wait()
-            async with self._turns.hold(1):
-                if self._is_closed.is_set():
-                    if self._breaker.is_gone:
-                        # Another server may have taken the address since, which was never proven.
-                        self._require_alive()
-                    yield
-                    return
+        To be asked before a prompt is sent: another may have taken the address since. Where it is
+        not, `run` ends as soon as it can.
+        """
+        if self._breaker.is_gone:
+            try:
+                self._require_alive()
+            except ServerGone as error:
+                if not self._found_gone.done():
+                    self._found_gone.set_exception(error)
+                    self._found_gone.exception()  # known, though nobody may be watching any more
+                return False
+        return True
 
-    def note(self, outcome: ReplyFacts | Failure, *, sent_at: float) -> None:
-        """Learn from how a request ended; `sent_at` in the loop's time."""
+    def note(
+        self, outcome: ReplyFacts | Failure, *, sent_at: float, num_tokens: int | None = None
+    ) -> None:
+        """Learn from how a request ended; `sent_at` in the loop's time.
+
+        num_tokens: of the prompt; None for a probe, which tells nothing of the speed.
+        """
         now = asyncio.get_running_loop().time()
+        was_open = self._breaker.is_open
         if not isinstance(outcome, Failure):
-            self._breaker.served(now=now)
+            self._breaker.served()
             self.num_served += 1
         else:
             if outcome.is_busy:
-                self._breaker.refused(now=now, sent_at=sent_at)
+                self._breaker.refused(now=now)
+                self.limiter.refused(now=now, sent_at=sent_at)
             elif outcome.is_unserved:
                 self._breaker.unserved(now=now, is_gone=outcome.is_transport)
             else:
-                self._breaker.served(now=now)  # it refused this prompt, as is its business
+                self._breaker.served()  # it refused this prompt, as is its business
             self._last_trouble = outcome.detail
-        self._turns.resize(self._breaker.limit)
+        if was_open and not self._breaker.is_open:
+            self.limiter.restart(now=now)
+        elif num_tokens is not None and not isinstance(outcome, Failure):
+            self.limiter.served(now=now, num_tokens=num_tokens, in_flight=self.gate.num_in_flight)
+        self._set_gate()
+
+    def _set_gate(self) -> None:
+        self.gate.limit = self.limiter.limit
         if self._breaker.is_open:
-            if self._is_closed.is_set():
+            if self.gate.is_open:
                 self._say(
                     f"the server at {self._client.url} serves nothing (last: "
                     f"{self._last_trouble}); prompts wait, and a probe goes on asking"
                 )
-            self._is_closed.clear()
             self._has_opened.set()
+        elif not self.gate.is_open:
+            self._say(f"the server at {self._client.url} serves again")
+        self.gate.is_open = not self._breaker.is_open
+        self._turns.wake()
 
     def note_space(self, problem: str | None) -> None:
         """Learn whether the last dump found no room under the dump root."""
@@ -119,6 +134,7 @@ class ServerWatch:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch(), name="server-alive")
             tasks.create_task(self._try_again_and_again(), name="server-trial")
+            await self._found_gone
 
     async def _watch(self) -> None:
         while True:
@@ -136,7 +152,6 @@ class ServerWatch:
     def _require_alive(self) -> None:
         for rank in self._target.ranks:
             if not is_alive(rank.ready):
-                self.is_lost = True
                 raise ServerGone(
                     f"the server at {self._client.url} died: its process {rank.ready.pid} "
                     f"is gone. {RESTART_ADVICE}"
@@ -145,7 +160,6 @@ class ServerWatch:
     def _given_up(self, now: float) -> ServerLost:
         trouble = f"{self._breaker.trouble_s(now=now):.0f} s (last: {self._last_trouble})"
         if self._breaker.is_gone:
-            self.is_lost = True
             return ServerGone(
                 f"the server at {self._client.url} has not answered for {trouble}. {RESTART_ADVICE}"
             )
@@ -166,9 +180,6 @@ class ServerWatch:
                 await self._try()
             else:
                 setback = 0
-                if not self._is_closed.is_set():
-                    self._say(f"the server at {self._client.url} serves again")
-                self._is_closed.set()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(ALIVE_INTERVAL_S):
                         await self._has_opened.wait()

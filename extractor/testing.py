@@ -28,7 +28,7 @@ import orjson
 from aiohttp import web
 
 from extractor.config import Layout
-from extractor.plan import RID_PREFIX
+from extractor.plan import PROBE_SESSION, RID_PREFIX
 from extractor.writers import process_start_ticks
 from server_patch.dump_format import (
     FORMAT_VERSION,
@@ -239,6 +239,7 @@ class FakeServer:
             {
                 "context_length": self.model.context_length,
                 "max_req_input_len": self._max_input_tokens,
+                "max_running_requests": 256,
                 "version": "fake",
             }
         )
@@ -392,11 +393,23 @@ def _last_kind(layout: Layout) -> LastKind:
     return layout.last_kind  # type: ignore[return-value]
 
 
+def _plan(fault: Fault, *, every: int, row: int | None) -> FaultPlan:
+    """With every so manieth request, or with every request about one row."""
+
+    def plan(number: int, rid: str) -> Fault | None:
+        if row is None:
+            return fault if number % every == every - 1 else None
+        *_, session, ordinal, _attempt = rid.split("-")
+        is_row = ordinal == str(row) and not session.startswith(PROBE_SESSION)
+        return fault if is_row else None
+
+    return plan
+
+
 async def _serve(options: argparse.Namespace) -> None:
-    plan = no_faults
+    plan: FaultPlan = no_faults
     if options.fault is not None:
-        fault, every = Fault(options.fault), options.fault_every
-        plan = lambda number, rid: fault if number % every == every - 1 else None  # noqa: E731
+        plan = _plan(Fault(options.fault), every=options.fault_every, row=options.fault_row)
     server = FakeServer(
         options.dump_root,
         chunk_tokens=options.chunk_tokens,
@@ -429,6 +442,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--fault-every", type=int, default=10, metavar="N", help="with every Nth request"
+    )
+    parser.add_argument(
+        "--fault-row", type=int, metavar="N", help="instead, with each request about row N"
     )
     asyncio.run(_serve(parser.parse_args()))
 

@@ -86,7 +86,7 @@ def options_for(server: FakeServer, prompts: Path, out: Path, **changes: Any) ->
     values: dict[str, Any] = {
         "prompts": (prompts,),
         "out": out,
-        "server_url": server.url,
+        "server_urls": (server.url,),
         "dump_root": server.directory.parents[1],
         "tokenizer": "none",
         "concurrency": 8,

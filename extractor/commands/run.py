@@ -13,7 +13,10 @@ from extractor.dry_run import dry_run as dry_run_of
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
 from extractor.errors import UsageError
 from extractor.options import (
+    ADDRESS,
+    AUTO,
     BYTES,
+    CONCURRENCY,
     DUMP_DIR_OPTION,
     LAST_OPTION,
     LAYERS_OPTION,
@@ -26,7 +29,7 @@ from extractor.options import (
 from extractor.progress import reporter_for
 from extractor.prompt_options import policy_from, policy_options, reading_from, reading_options
 from extractor.run import RunSummary, run
-from extractor.serve import free_port, running_server, server_answers
+from extractor.serve import any_server_answers, free_port, running_server
 from extractor.terminal import print_json, run_async
 
 
@@ -41,10 +44,13 @@ from extractor.terminal import print_json, run_async
 )
 @click.option(
     "--server",
-    "server_url",
-    default=None,
+    "server_urls",
+    type=ADDRESS,
+    multiple=True,
     metavar="URL",
-    help=f"{SERVER_HELP}  [default: {DEFAULT_SERVER_URL}]",
+    help=f"{SERVER_HELP} Again for each further one: all must capture the same, and dump under "
+    "the same --dump-dir. Those that do not answer are left out until they do.  "
+    f"[default: {DEFAULT_SERVER_URL}]",
 )
 @click.option(
     "--model",
@@ -59,10 +65,11 @@ from extractor.terminal import print_json, run_async
 @TOKENIZER_OPTION
 @click.option(
     "--concurrency",
-    type=click.IntRange(min=1),
-    default=64,
+    type=CONCURRENCY,
+    default=AUTO,
     show_default=True,
-    help="Requests in flight.",
+    metavar="N|auto",
+    help="Requests in flight with each server; auto: as many as raise its tokens/s.",
 )
 @click.option(
     "--shm-budget",
@@ -100,7 +107,7 @@ from extractor.terminal import print_json, run_async
 @seconds_option(
     "--server-wait",
     default=0.0,
-    help="How long a server may take to come up, or to come back when it dies.",
+    help="How long to wait for a server: at the start until one is up, and when none is left.",
 )
 @click.option(
     "--retry-failed", is_flag=True, help="Try again the rows that an earlier session gave up."
@@ -123,7 +130,7 @@ def run_command(
     context: click.Context,
     /,
     prompts: tuple[Path, ...],
-    server_url: str | None,
+    server_urls: tuple[str, ...],
     model: str | None,
     layers: str | None,
     last_kind: str | None,
@@ -140,7 +147,7 @@ def run_command(
     arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
     options = RunOptions(
         prompts=prompts,
-        server_url=DEFAULT_SERVER_URL if server_url is None else server_url,
+        server_urls=server_urls or (DEFAULT_SERVER_URL,),
         model=model,
         layers=layers,
         last_kind=last_kind,
@@ -168,7 +175,7 @@ def run_command(
         )
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")
-    summary = run_async(_run(options, serve_options, is_named=server_url is not None))
+    summary = run_async(_run(options, serve_options, is_named=bool(server_urls)))
     if as_json:
         print_json(summary.to_document(options.out))
     else:
@@ -181,9 +188,11 @@ async def _run(
     options: RunOptions, serve_options: ServeOptions | None, *, is_named: bool
 ) -> RunSummary:
     reporter = reporter_for()
-    if serve_options is None or await server_answers(options.server_url):
+    if serve_options is None or await any_server_answers(options.server_urls):
         return await run(options, reporter)
     if is_named:
-        reporter.note(f"no server answers at {options.server_url}; starting one of our own")
+        reporter.note(
+            f"no server answers at {', '.join(options.server_urls)}; starting one of our own"
+        )
     async with running_server(serve_options, note=reporter.note) as server:
         return await run(options.with_server(server.url), reporter)

@@ -81,6 +81,28 @@ def test_the_defaults_work_with_no_option(tmp_path: Path, tool: Tool, prompts_pa
     assert_whole(tmp_path / "extraction", make_prompts(12))
 
 
+@pytest.mark.parametrize("between", [",", " ", " , "])
+def test_several_servers_are_named_by_the_option_again_or_in_one_variable(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path, between: str
+) -> None:
+    with fake_server(fake.root) as other:
+        urls = [fake.url, other.url]
+        tool.environment = {"EXTRACTOR_RUN_SERVER": between.join(urls)}
+        by_variable = tool(
+            "run", prompts_path, "--out", tmp_path / "a", "--dump-dir", fake.root,
+            "--tokenizer", "none", "--json",
+        )  # fmt: skip
+        by_option = tool.run(
+            prompts_path, tmp_path / "b", fake, "--server", other.url, "--json",
+            "--concurrency", "auto",
+        )  # fmt: skip
+    for done in (by_variable, by_option):
+        assert done.returncode == 0, done.stderr
+        servers = done.json()["session"]["servers"]
+        assert [server["url"] for server in servers] == urls
+        assert [server["concurrency_is"] for server in servers] == ["auto", "auto"]
+
+
 def test_failed_rows_are_1_and_named_on_stderr(
     tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
 ) -> None:

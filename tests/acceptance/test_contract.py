@@ -87,7 +87,7 @@ async def talking(server: Server) -> AsyncIterator[Talk]:
                 facts=facts,
                 ready=ranks[0].ready,
                 limits=limits,
-                target=Target(facts=facts, ranks=ranks, limits=limits),
+                target=Target(url=server.url, facts=facts, ranks=ranks, limits=limits),
                 collector=collector,
                 run_id=run_id,
             )
@@ -105,6 +105,7 @@ async def test_a_server_and_its_plugin_say_the_same_of_the_model(talk: Talk) -> 
     assert talk.ready.rank == 0
     assert talk.facts.context_length is not None
     assert talk.limits.max_prompt_tokens < talk.facts.context_length
+    assert talk.facts.max_requests is not None and talk.facts.max_requests > 1
     assert await talk.client.is_answering()
     assert await talk.client.is_healthy()
     require_dump_directory(talk.target.ranks)

@@ -8,31 +8,16 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
-from helpers import Ids, dumps_under, make_prompts, read_samples, stored_ordinals, write_prompts
+from helpers import dumps_under, make_prompts, write_prompts
 
-from acceptance.real import Real, real_server
+from acceptance.real import Real, assert_same, real_server, stored
 from acceptance.tool import Tool, wait_until
-from extractor.config import MANIFEST_NAME
 from extractor.serve import free_port
-from manifest.errors import ManifestError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.crash, pytest.mark.timeout(240)]
 
 NUM_ROWS = 60
-TOLERANCE = 1e-5  # relative, float32: batches differ from run to run
-
-
-def stored(out: Path) -> int:
-    try:
-        return len(stored_ordinals(out)) if (out / MANIFEST_NAME).exists() else 0
-    except ManifestError:  # not begun yet
-        return 0
-
-
-def difference(one: np.ndarray, other: np.ndarray) -> float:
-    return float(np.abs(one - other).max() / np.abs(other).max())
 
 
 def kill_moment(process: subprocess.Popen[str], out: Path, goal: int, server: Real) -> None:
@@ -62,16 +47,6 @@ def test_a_run_killed_at_ten_moments_ends_as_an_undisturbed_one(
     assert_same(calm, out, prompts)
     assert tool("verify", out).returncode == 0
     assert dumps_under(real.root) == []
-
-
-def assert_same(calm: Path, out: Path, prompts: list[Ids]) -> None:
-    """The same samples with the same tokens; states within float noise."""
-    undisturbed, survived = read_samples(calm), read_samples(out)
-    assert set(survived) == set(undisturbed) == set(range(NUM_ROWS))
-    for ordinal, sample in survived.items():
-        assert (sample.ids, sample.mask) == (prompts[ordinal].ids, prompts[ordinal].mask)
-        for name, values in sample.states.items():
-            assert difference(values, undisturbed[ordinal].states[name]) < TOLERANCE
 
 
 @pytest.mark.timeout(500)

@@ -98,7 +98,7 @@ def one_prompt_kills(ordinal: int, arena: Arena, undisturbed: dict[int, str]) ->
         ended = arena.run()
         assert ended.code == 3, ended
         assert "died" in ended.stderr, ended
-    assert f"row {ordinal} is set aside" in ended.stderr, ended
+    assert f"p.jsonl:{ordinal + 1}: kills_server: " in ended.stderr, ended
     arena.start_server(faults=plan)
     ended = arena.run()
     assert ended.code == 1, ended
@@ -218,7 +218,7 @@ def poison_with_a_supervisor(arena: Arena, undisturbed: dict[int, str]) -> None:
         arena.start_server(faults=plan)
     ended = arena.end(started)
     assert ended.code == 1, ended
-    assert "row 9 is set aside" in ended.stderr, ended
+    assert "p.jsonl:10: kills_server: " in ended.stderr, ended
     arena.assert_whole(undisturbed, without=[9])
     assert arena.ordinals_sent().count(9) == 2
 

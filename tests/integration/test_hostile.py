@@ -157,7 +157,7 @@ async def test_a_key_that_is_refused_is_told_from_a_server_that_is_not_there(
 
 def test_a_password_in_the_address_is_refused_and_not_repeated(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no user or password") as caught:
-        RunOptions(prompts=(tmp_path,), server_url="http://me:hunter2@127.0.0.1:30000")
+        RunOptions(prompts=(tmp_path,), server_urls=("http://me:hunter2@127.0.0.1:30000",))
     assert "hunter2" not in str(caught.value)
 
 

@@ -102,7 +102,7 @@ async def test_other_wishes_for_a_begun_data_set_are_refused_by_name_without_a_s
 async def test_a_file_of_bad_rows_does_not_pile_up(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extractor.session.REJECTIONS_PER_COMMIT", 10)
+    monkeypatch.setattr("extractor.ledger.REJECTIONS_PER_COMMIT", 10)
     path = tmp_path / "p.jsonl"
     path.write_text("{}\n" * 500 + '{"input_ids": [1, 2]}\n')
     async with FakeServer(dump_root).running() as server:

@@ -24,7 +24,7 @@ def extract(server: Serving, prompts: Path, out: Path, **options: Any) -> RunSum
             RunOptions(
                 prompts=(prompts,),
                 out=out,
-                server_url=server.url,
+                server_urls=(server.url,),
                 dump_root=server.root,
                 tokenizer="none",
                 **options,

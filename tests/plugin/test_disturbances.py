@@ -31,6 +31,7 @@ from extractor.collector import Collected
 from extractor.exchange import Exchange
 from extractor.plan import Request
 from extractor.retry import Failure
+from extractor.turns import Turn
 from extractor.verify import ReplyFacts
 from manifest.states import Reason, State
 from plugin.client import assert_stored, extract
@@ -295,8 +296,8 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Reason]]:
     failed: list[tuple[int, Reason]] = []
     fetch = Exchange.fetch
 
-    async def note(self: Exchange, prompt: Prompt, attempt: int) -> Collected:
-        outcome = await fetch(self, prompt, attempt)
+    async def note(self: Exchange, prompt: Prompt, attempt: int, turn: Turn) -> Collected:
+        outcome = await fetch(self, prompt, attempt, turn)
         if isinstance(outcome, Failure):
             failed.append((attempt, outcome.reason))
         return outcome

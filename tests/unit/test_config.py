@@ -155,4 +155,4 @@ def test_a_run_needs_prompts() -> None:
 )
 def test_an_address_that_is_none_is_refused_with_how_to_write_it(url: str) -> None:
     with pytest.raises(UsageError, match="http://HOST:PORT"):
-        RunOptions(prompts=(Path("p"),), server_url=url)
+        RunOptions(prompts=(Path("p"),), server_urls=(url,))

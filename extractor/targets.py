@@ -1,0 +1,102 @@
+"""The servers of a run, each fit to run against and all alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from extractor.client import Client, wait_until_answering
+from extractor.config import RunOptions
+from extractor.errors import ConfigMismatch, ServerUnreachable
+from extractor.plan import Limits
+from extractor.preflight import (
+    Target,
+    require_plugin,
+    require_server,
+    require_wanted,
+    same_model,
+    unreachable,
+)
+
+#: What all servers of one run must announce alike: everything that decides what is captured, and
+#: what the data set says of where it came from.
+ALIKE = (
+    "model_path", "architecture", "config_digest", "vocab_size", "num_layers", "hidden_size",
+    "dtype", "boundaries", "last_kind", "quantization", "engine_version", "plugin_version",
+)  # fmt: skip
+
+
+async def require_targets(
+    clients: Sequence[Client], options: RunOptions, *, note: Callable[[str], None]
+) -> list[Target | None]:
+    """Each server's target; None for one that does not answer, while another does.
+
+    Waits up to `--server-wait` until one answers. Raises ServerUnreachable when none does,
+    whatever `require_target` raises of one, ConfigMismatch when two are not alike.
+    """
+    await wait_until_answering(clients, timeout_s=options.server_wait_s)
+    found = await asyncio.gather(
+        *(require_target(client, options) for client in clients), return_exceptions=True
+    )
+    targets: list[Target | None] = []
+    for outcome in found:
+        if isinstance(outcome, ServerUnreachable):
+            targets.append(None)
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        else:
+            targets.append(outcome)
+    answering = [target for target in targets if target is not None]
+    if not answering:
+        raise unreachable([client.url for client in clients])
+    for other in answering[1:]:
+        require_alike(answering[0], other)
+    for client, target in zip(clients, targets, strict=True):
+        if target is None:
+            note(
+                f"warning: no server answers at {client.url}: the run begins without it, and uses "
+                "it when one does"
+            )
+    return targets
+
+
+async def require_target(client: Client, options: RunOptions) -> Target:
+    """The server at an address, as one that captures what was asked for.
+
+    Raises ServerUnreachable, PluginError, ConfigMismatch, UsageError with what to do.
+    """
+    facts = await require_server(client, wait_s=0.0)
+    ranks = require_plugin(options.dump_root, url=client.url, facts=facts)
+    require_wanted(options, ranks[0].ready)
+    return Target.of(client.url, facts, ranks)
+
+
+def require_alike(one: Target, other: Target) -> None:
+    """Raise ConfigMismatch unless prompts may go to either of two servers."""
+    if one.ready.boot_id == other.ready.boot_id and one.url != other.url:
+        raise ConfigMismatch(
+            f"{one.url} and {other.url} are the same server (pid {one.ready.pid}): name it once."
+        )
+    differences = [
+        f"  {name}: {getattr(one.ready, name)!r} and {getattr(other.ready, name)!r}"
+        for name in ALIKE
+        if getattr(one.ready, name) != getattr(other.ready, name)
+        and not (name == "model_path" and same_model(one.ready.model_path, other.ready.model_path))
+    ]
+    if differences:
+        raise ConfigMismatch(
+            f"the servers at {one.url} and {other.url} differ:\n"
+            + "\n".join(differences)
+            + "\nStart them alike, or leave one out."
+        )
+
+
+def require_no_stricter(limits: Limits, target: Target) -> None:
+    """Raise ConfigMismatch where a server that comes late takes less than the run counts on."""
+    stricter = Limits.strictest([limits, target.limits])
+    if stricter != limits:
+        raise ConfigMismatch(
+            f"the server at {target.url} takes {target.limits.max_prompt_tokens} tokens in chunks "
+            f"of {target.limits.chunk_tokens}, the run was begun for {limits.max_prompt_tokens} in "
+            f"chunks of {limits.chunk_tokens}."
+        )

@@ -1,0 +1,419 @@
+"""Several servers in one run: each row ends right, whichever of them come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from acceptance.tool import Fake, fake_server
+from helpers import (
+    LAYOUT,
+    Ids,
+    Notes,
+    assert_whole,
+    dumps_under,
+    make_prompts,
+    options_for,
+    ordinals_sent,
+    rows_of,
+    write_prompts,
+)
+
+import extractor.fleet
+import extractor.server_watch
+from extractor.config import RunOptions
+from extractor.errors import ConfigMismatch, ServerGone, ServerUnreachable, first_known
+from extractor.fleet import connections_each
+from extractor.run import RunSummary, run
+from extractor.serve import free_port
+from extractor.testing import FakeModel, FakeServer, Fault
+from manifest.states import Reason, State
+
+#: So that a server has not answered everything before it is killed.
+SLOWLY = ("--delay-s", "0.02")
+
+pytestmark = pytest.mark.usefixtures("quick_retries", "quick_returns")
+
+
+@pytest.fixture
+def quick_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extractor.fleet, "RETURN_PAUSE_S", 0.02)
+    monkeypatch.setattr(extractor.server_watch, "ALIVE_INTERVAL_S", 0.02)
+
+
+@pytest.fixture
+def prompts() -> list[Ids]:
+    return make_prompts(120, shortest=5)
+
+
+@pytest.fixture
+def path(tmp_path: Path, prompts: list[Ids]) -> Path:
+    return write_prompts(tmp_path / "p.jsonl", prompts)
+
+
+def options_of(
+    servers: list[FakeServer | Fake | str], root: Path, path: Path, out: Path, **changes: Any
+) -> RunOptions:
+    """A run against several servers under one dump root."""
+    urls = tuple(server if isinstance(server, str) else server.url for server in servers)
+    changes = {"concurrency": 4, "server_urls": urls, **changes}
+    return options_for(FakeServer(root), path, out, **changes)
+
+
+async def ends_with(coroutine: Any) -> BaseException:
+    with pytest.raises(BaseException) as caught:
+        await coroutine
+    return first_known(caught.value)
+
+
+def prompts_by_start(summary: RunSummary) -> list[list[int]]:
+    """Prompts that each start of each server answered."""
+    return [[start.num_prompts for start in member.starts] for member in summary.members]
+
+
+@asynccontextmanager
+async def process(root: Path, *arguments: str) -> AsyncIterator[Fake]:
+    """A fake server that can be killed."""
+    manager = fake_server(root, *arguments)
+    server = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield server
+    finally:
+        await asyncio.to_thread(manager.__exit__, None, None, None)
+
+
+async def killed(servers: list[Fake], *, after: int) -> None:
+    """SIGKILL to all of them, as soon as each has got so many requests."""
+    for server in servers:
+        while await asyncio.to_thread(server.requests) < after:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    for server in servers:
+        server.process.kill()
+    for server in servers:
+        await asyncio.to_thread(server.process.wait)
+
+
+class Waiting(FakeServer):
+    """Holds its answers back from the moment that something else has to happen first."""
+
+    def __init__(self, root: Path, *, after: int, until: Callable[[], bool]) -> None:
+        super().__init__(root)
+        self._after, self._until = after, until
+        self.has_begun_to_wait = asyncio.Event()
+
+    async def _generate(self, request):  # type: ignore[no-untyped-def]
+        if len(self.requests) >= self._after:
+            self.has_begun_to_wait.set()
+            while not self._until():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return await super()._generate(request)
+
+
+# --- all are well -----------------------------------------------------------------------------
+
+
+async def test_prompts_are_spread_and_each_is_sent_once(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    one, other = FakeServer(dump_root, delay_s=0.005), FakeServer(dump_root, delay_s=0.005)
+    async with one.running(), other.running():
+        options = options_of([one, other], dump_root, path, tmp_path / "out")
+        summary = await run(options, notes)
+    sent = ordinals_sent(one.requests), ordinals_sent(other.requests)
+    assert sorted(sent[0] + sent[1]) == list(range(120))
+    assert min(len(sent[0]), len(sent[1])) > 30
+    assert one.peak_concurrency == other.peak_concurrency == 4
+    assert prompts_by_start(summary) == [[len(sent[0])], [len(sent[1])]]
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+    (first, second) = summary.to_document(tmp_path)["session"]["servers"]
+    assert (first["url"], first["concurrency"], first["concurrency_is"]) == (one.url, 4, "fixed")
+    assert first["starts"][0]["boot_id"] == one.boot_id
+    assert first["starts"][0]["tokens"] + second["starts"][0]["tokens"] == sum(
+        len(row.ids) for row in prompts
+    )
+    assert f"requests at {one.url}" in summary.to_text(tmp_path)
+
+
+async def test_the_faster_server_gets_more(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    fast, slow = FakeServer(dump_root), FakeServer(dump_root, delay_s=0.1)
+    async with fast.running(), slow.running():
+        options = options_of([slow, fast], dump_root, path, tmp_path / "out", concurrency=2)
+        await run(options, notes)
+    assert len(fast.requests) > 2 * len(slow.requests)
+    assert_whole(tmp_path / "out", prompts)
+
+
+# --- they do not fit each other ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "model"),
+    [
+        ("boundaries: (1, 2, 3) and (0, 2, 3)", {"layout": replace(LAYOUT, boundaries=(0, 2, 3))}),
+        ("hidden_size: 8 and 10", {"layout": replace(LAYOUT, hidden_size=10)}),
+        ("dtype: 'BF16' and 'F16'", {"layout": replace(LAYOUT, dtype="F16")}),
+        ("last_kind: 'post' and 'both'", {"layout": replace(LAYOUT, last_kind="both")}),
+        ("vocab_size: 1000 and 1001", {"vocab_size": 1001}),
+        ("model_path: 'fake/model' and 'fake/tuned'", {"model_path": "fake/tuned"}),
+    ],
+    ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
+)
+async def test_servers_that_capture_something_else_are_refused_by_name_and_field(
+    tmp_path: Path, dump_root: Path, notes: Notes, path: Path, told: str, model: dict[str, Any]
+) -> None:
+    one, other = FakeServer(dump_root), FakeServer(dump_root, model=FakeModel(**model))
+    async with one.running(), other.running():
+        options = options_of([one, other], dump_root, path, tmp_path / "out")
+        with pytest.raises(ConfigMismatch) as caught:
+            await run(options, notes)
+    assert f"{one.url} and {other.url} differ:\n  {told}\n" in str(caught.value)
+    assert one.requests == other.requests == []
+
+
+async def test_one_server_under_two_names_is_refused(
+    tmp_path: Path, dump_root: Path, notes: Notes, path: Path
+) -> None:
+    async with FakeServer(dump_root).running() as server:
+        alias = server.url.replace("127.0.0.1", "localhost")
+        options = options_of([server, alias], dump_root, path, tmp_path / "out")
+        with pytest.raises(ConfigMismatch, match="are the same server"):
+            await run(options, notes)
+
+
+async def test_the_strictest_limit_holds_for_all(
+    tmp_path: Path, dump_root: Path, notes: Notes, path: Path
+) -> None:
+    one = FakeServer(dump_root, model=FakeModel(context_length=40))
+    other = FakeServer(dump_root)
+    async with one.running(), other.running():
+        options = options_of([one, other], dump_root, path, tmp_path / "out")
+        summary = await run(options, notes)
+    longest = max(row.num_tokens or 0 for row in rows_of(tmp_path / "out") if not row.reason)
+    assert longest == 33  # the server takes 34 tokens and one that it makes
+    assert set(summary.totals.by_reason) == {Reason.TOO_LONG}
+
+
+# --- they go ----------------------------------------------------------------------------------
+
+
+async def test_a_server_that_dies_in_mid_run_costs_no_row(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    async with (
+        process(dump_root, "--fault", "die", "--fault-every", "20") as mortal,
+        FakeServer(dump_root, delay_s=0.005).running() as other,
+    ):
+        options = options_of([mortal, other], dump_root, path, tmp_path / "out", max_attempts=1)
+        summary = await run(options, notes)
+    assert summary.totals.by_state[State.STORED] == 120
+    (mortal_starts, other_starts) = prompts_by_start(summary)
+    assert mortal_starts[0] > 0 and sum(mortal_starts) + sum(other_starts) == 120
+    told = "\n".join(notes.messages)
+    assert f"the server at {mortal.url} died" in told
+    assert f"The run goes on with {other.url}, and uses {mortal.url} again when" in told
+    assert_whole(tmp_path / "out", prompts)
+    assert [name for name in dumps_under(dump_root) if other.boot_id in name] == []
+
+
+async def test_a_server_that_returns_is_proven_and_used_again(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    port = free_port()
+    again: list[Fake] = []
+    async with process(dump_root, "--port", str(port), "--delay-s", "0.005") as first:
+        steady = Waiting(
+            dump_root, after=25, until=lambda: bool(again) and again[0].requests() > 10
+        )
+        async with steady.running():
+            options = options_of([first, steady], dump_root, path, tmp_path / "out")
+            running = asyncio.create_task(run(options, notes))
+            await steady.has_begun_to_wait.wait()
+            await killed([first], after=10)
+            async with process(dump_root, "--port", str(port)) as second:
+                again.append(second)
+                summary = await running
+    starts = prompts_by_start(summary)
+    assert len(starts[0]) == 2 and min(starts[0]) > 0
+    assert sum(starts[0]) + sum(starts[1]) == 120
+    assert any(f"{first.url} is proven, and used from now on" in note for note in notes.messages)
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_a_server_that_returns_as_another_is_told_of_and_not_used(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    port = free_port()
+    other_model = FakeServer(dump_root, model=FakeModel(layout=replace(LAYOUT, dtype="F16")))
+    steady = Waiting(
+        dump_root, after=25, until=lambda: any("is not used" in note for note in notes.messages)
+    )
+    async with steady.running():
+        async with process(dump_root, "--port", str(port)) as first:
+            options = options_of([first, steady], dump_root, path, tmp_path / "out")
+            running = asyncio.create_task(run(options, notes))
+            await steady.has_begun_to_wait.wait()
+            await killed([first], after=1)
+            while not any("The run goes on with" in note for note in notes.messages):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        async with other_model.running(port=port):
+            await running
+    (told,) = [note for note in notes.messages if "is not used" in note]
+    assert "dtype: 'BF16' and 'F16'" in told
+    assert ordinals_sent(other_model.requests) == []
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_a_server_that_does_not_answer_at_the_start_is_used_when_it_does(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    port = free_port()
+    late = FakeServer(dump_root)
+    steady = Waiting(dump_root, after=20, until=lambda: len(ordinals_sent(late.requests)) > 10)
+    async with steady.running():
+        urls = [steady, f"http://127.0.0.1:{port}"]
+        options = options_of(urls, dump_root, path, tmp_path / "out")
+        running = asyncio.create_task(run(options, notes))
+        await steady.has_begun_to_wait.wait()
+        async with late.running(port=port):
+            await running
+    assert any(f"no server answers at {urls[1]}: the run begins" in note for note in notes.messages)
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_a_server_that_serves_nothing_any_more_costs_no_row(
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[Ids],
+    path: Path,
+) -> None:
+    """It answers, but only with refusals; what it still had under way is broken off."""
+    monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.05)
+    monkeypatch.setattr(extractor.server_watch, "USELESS_AFTER_S", 0.2)
+
+    def busy(number: int, rid: str) -> Fault | None:
+        if number == 11:
+            return Fault.SILENT
+        return Fault.BUSY if number > 11 else None
+
+    full = FakeServer(dump_root, faults=busy)
+    has_left = lambda: any("The run goes on with" in note for note in notes.messages)  # noqa: E731
+    steady = Waiting(dump_root, after=30, until=has_left)
+    async with full.running(), steady.running():
+        options = options_of([full, steady], dump_root, path, tmp_path / "out", max_attempts=1)
+        await run(options, notes)
+    assert has_left()
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_when_the_last_server_dies_the_run_ends_and_the_same_command_goes_on(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    async with process(dump_root, *SLOWLY) as one, process(dump_root, *SLOWLY) as other:
+        options = options_of([one, other], dump_root, path, tmp_path / "out")
+        running = asyncio.create_task(run(options, notes))
+        await killed([one, other], after=10)
+        error = await ends_with(running)
+    assert isinstance(error, ServerGone)
+    assert "run the same command again" in str(error)
+    assert State.FAILED not in {row.state for row in rows_of(tmp_path / "out")}
+    with pytest.raises(ServerUnreachable):
+        await run(options, notes)
+    async with FakeServer(dump_root).running() as server:
+        await run(options_of([server], dump_root, path, tmp_path / "out"), notes)
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    async with process(dump_root, *SLOWLY) as one, process(dump_root, *SLOWLY) as other:
+        options = options_of([one, other], dump_root, path, tmp_path / "out", server_wait_s=60.0)
+        running = asyncio.create_task(run(options, notes))
+        await killed([one, other], after=10)
+        back = FakeServer(dump_root)
+        async with back.running(port=int(other.url.rpartition(":")[2])):
+            await running
+    assert len(ordinals_sent(back.requests)) > 0
+    assert_whole(tmp_path / "out", prompts)
+
+
+# --- a prompt that kills ----------------------------------------------------------------------
+
+
+async def test_a_prompt_that_kills_is_found_with_two_servers_and_the_third_does_the_rest(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    """The first dies with it and others beside it; the second with it alone."""
+    kill = ("--fault", "die", "--fault-row", "17", "--delay-s", "0.005")
+    async with (
+        process(dump_root, *kill) as one,
+        process(dump_root, *kill) as two,
+        process(dump_root, *kill) as three,
+    ):
+        options = options_of([one, two, three], dump_root, path, tmp_path / "out")
+        summary = await run(options, notes)
+        alive = [server.process.poll() is None for server in (one, two, three)]
+    assert summary.totals.by_reason == {Reason.KILLS_SERVER: 1}
+    assert sum(alive) == 1
+    (row,) = [row for row in rows_of(tmp_path / "out") if row.reason]
+    assert (row.ordinal, row.attempts) == (17, 2)
+    assert any(":18: kills_server: " in note for note in notes.messages)
+    assert_whole(tmp_path / "out", prompts, without=[17])
+
+
+async def test_a_prompt_that_kills_the_last_server_is_set_aside_nevertheless(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    kill = ("--fault", "die", "--fault-row", "17", "--delay-s", "0.005")
+    async with process(dump_root, *kill) as one, process(dump_root, *kill) as two:
+        options = options_of([one, two], dump_root, path, tmp_path / "out")
+        assert isinstance(await ends_with(run(options, notes)), ServerGone)
+    assert any(":18: kills_server: " in note for note in notes.messages)
+    async with process(dump_root, *kill) as server:
+        options = options_of([server], dump_root, path, tmp_path / "out")
+        summary = await run(options, notes)
+    assert summary.totals.by_reason == {Reason.KILLS_SERVER: 1}
+    assert_whole(tmp_path / "out", prompts, without=[17])
+
+
+# --- files that may be open -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "num_servers", "each", "raised"),
+    [
+        (1024, 4096, 1, 512, None),
+        (1024, 4096, 8, 480, 4096),
+        (1024, 1024, 8, 96, 1024),
+        (256, 256, 2, 1, 256),
+        (1024, -1, 8, 512, 8 * 512 + 256),
+        (-1, -1, 8, 512, None),
+    ],
+)
+def test_connections_fit_the_files_that_may_be_open(
+    monkeypatch: pytest.MonkeyPatch,
+    soft: int,
+    hard: int,
+    num_servers: int,
+    each: int,
+    raised: int | None,
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_to.append(limits))
+    assert connections_each(num_servers) == each
+    assert set_to == ([] if raised is None else [(raised, hard)])
