@@ -67,19 +67,19 @@ def run_once(number: int, setting: str, prompts: Path, options: argparse.Namespa
     )
 
 
-def show(measured: list[Measured]) -> None:
+def show(measured: list[Measured], fixed: list[str]) -> None:
     speeds = {
         setting: [one.tokens_per_s for one in measured if one.setting == setting]
-        for setting in (*FIXED, AUTO)
+        for setting in (*fixed, AUTO)
     }
     for setting, found in speeds.items():
         rounds = "  ".join(f"{speed:9,.0f}" for speed in found)
         print(f"{setting:>5}: median {statistics.median(found):9,.0f} tok/s   rounds {rounds}")
     print("auto came to", *(one.limit for one in measured if one.setting == AUTO))
-    best = max(FIXED, key=lambda setting: statistics.median(speeds[setting]))
+    best = max(fixed, key=lambda setting: statistics.median(speeds[setting]))
     ratio = statistics.median(speeds[AUTO]) / statistics.median(speeds[best])
     within = [
-        auto / max(speeds[setting][number] for setting in FIXED)
+        auto / max(speeds[setting][number] for setting in fixed)
         for number, auto in enumerate(speeds[AUTO])
     ]
     print(f"best fixed number: {best}; auto/best {ratio:.3f} (medians)")
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--vocab-size", type=int, default=500)
+    parser.add_argument("--fixed", nargs="+", default=list(FIXED), help="numbers to compare with")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where the figures go too")
     options = parser.parse_args()
@@ -105,14 +106,14 @@ def main() -> None:
         write_prompts(prompts, options)
         run_once(-1, "16", prompts, options)  # the server's first requests are its slowest
         for number in range(options.rounds):
-            for setting in order.sample((*FIXED, AUTO), len(FIXED) + 1):
+            for setting in order.sample((*options.fixed, AUTO), len(options.fixed) + 1):
                 measured.append(run_once(number, setting, prompts, options))
                 print(
                     f"# round {number}, {setting:>4}: {measured[-1].tokens_per_s:9,.0f} tok/s, "
                     f"{measured[-1].limit} in flight",
                     flush=True,
                 )
-    show(measured)
+    show(measured, options.fixed)
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in measured], indent=1) + "\n")
 
