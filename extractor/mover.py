@@ -80,8 +80,11 @@ class Mover:
         next_number: Callable[[], int],
         rows_left: Callable[[], int],
         stages: Stages | None = None,
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
-        """`stages`: where it is counted how long things take."""
+        """`stages`: where it is counted how long things take. `group_bytes`: a group ends with the
+        sample that reaches them."""
+        self._group_bytes = group_bytes
         self._stages = new_stages() if stages is None else stages
         self._settings = settings
         self._layout = settings.identity.layout
@@ -134,7 +137,7 @@ class Mover:
     async def _next_group(self) -> list[_Job]:
         group = [await self._jobs.get()]
         size = sample_bytes(group[0].prompt.num_tokens, self._layout)
-        while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < GROUP_BYTES:
+        while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < self._group_bytes:
             group.append(self._jobs.get_nowait())
             size += sample_bytes(group[-1].prompt.num_tokens, self._layout)
         return group
@@ -268,10 +271,17 @@ class Movers:
         next_number: int,
         rows_left: Callable[[], int],
         stages: Stages | None = None,
+        budget_bytes: int | None = None,
     ) -> None:
+        """`budget_bytes`: what may lie under the dump root. No more than half of it is in groups,
+        so that the server can fill the other half meanwhile: the room of a group is given back
+        all at once, and neither is to wait for the other in turn."""
         self._settings = settings
         self._owner = owner
         numbers = itertools.count(next_number)
+        group_bytes = GROUP_BYTES
+        if budget_bytes is not None:
+            group_bytes = min(GROUP_BYTES, budget_bytes // (2 * count))
         self.all = tuple(
             Mover(
                 settings,
@@ -279,6 +289,7 @@ class Movers:
                 next_number=lambda: next(numbers),
                 rows_left=rows_left,
                 stages=stages,
+                group_bytes=group_bytes,
             )
             for _ in range(count)
         )

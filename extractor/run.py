@@ -17,6 +17,7 @@ from extractor.dataset import dataset_document
 from extractor.errors import ServerError, ServerGone, first_known, storage_error
 from extractor.files import write_whole
 from extractor.fleet import Member
+from extractor.headroom import headroom
 from extractor.inputs import reads_stdin, scan_prompts
 from extractor.live import LiveFile
 from extractor.lock import exclusive
@@ -202,6 +203,10 @@ async def _run(
             f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
             f"{state.counters.num_rows:,} rows, {state.counters.settled_before:,} settled before"
         )
+        if options.shm_budget_bytes is None:
+            ranks = [rank for target in targets for rank in target.ranks]
+            if doubt := headroom(ranks).doubt:
+                reporter.note(f"{doubt} (or name --shm-budget)", level="warning")
         await _probe(members, run_id=state.run_id)
         session = Session(
             options=options,

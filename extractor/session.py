@@ -96,6 +96,7 @@ class Session:
             next_number=left.next_number,
             rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
             stages=self._counters.stages,
+            budget_bytes=self.budget.total,
         )
         self._attempts = Attempts(
             fleet=self._fleet,

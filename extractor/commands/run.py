@@ -78,7 +78,8 @@ from extractor.terminal import print_json, run_async, with_reporter
     "shm_budget_bytes",
     type=BYTES,
     default=None,
-    help="Most bytes of dumps at a time.  [default: half of what is free]",
+    help="Most bytes of dumps at a time.  [default: half of what is free and within the server's "
+    "memory limits]",
 )
 @click.option(
     "--shard-size",
