@@ -123,7 +123,7 @@ async def examine(
 def _budget(budget: int, ranks: Sequence[Rank]) -> str:
     room = headroom(ranks)
     doubt = "" if room.doubt is None else f"; {room.doubt}"
-    return f"{amount(budget)} of dumps at a time, for {room.what} {amount(room.free_bytes)}{doubt}"
+    return f"{amount(budget)} of dumps at a time: {room.what} {amount(room.free_bytes)}{doubt}"
 
 
 async def _try(
