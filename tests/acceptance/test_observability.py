@@ -19,6 +19,9 @@ import pytest
 from helpers import make_prompts, write_prompts
 
 from acceptance.tool import Fake, Tool, fake_server, wait_until
+from extractor.live import read_live
+from extractor.status import read_status
+from manifest.states import State
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,15 +42,18 @@ def going_on(
     with fake_server(dump_root, "--fault", "silent", "--fault-every", "13") as server:
         # 12 prompts behind one probe: the last is never answered.
         process = tool.start_run(prompts, out, server, *arguments)
-        wait_until(lambda: stored(out) == 11, what="11 samples in .live.json")
+        wait_until(lambda: is_all_told(out), what="11 samples and a bad row, in both files")
         yield process
 
 
-def stored(out: Path) -> int:
-    with suppress(OSError, ValueError):
-        document = json.loads((out / ".live.json").read_bytes())
-        return int(document["session"]["stored"])
-    return -1
+def is_all_told(out: Path) -> bool:
+    """Whether `.live.json` and the manifest have what was settled; they are written at their own
+    times."""
+    live = read_live(out)
+    if live is None or (live.session["stored"], live.session["failed"]) != (11, 1):
+        return False
+    totals = read_status(out).totals
+    return (totals.by_state[State.STORED], totals.by_state.get(State.FAILED)) == (11, 1)
 
 
 def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
