@@ -21,6 +21,10 @@ class Budget:
         self.peak = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
     @asynccontextmanager
     async def hold(self, weight: int) -> AsyncIterator[None]:
         """Hold `weight` for the length of the block; waits until they are free."""

@@ -7,15 +7,17 @@ import os
 import resource
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from extractor import __version__
 from extractor.client import Client
+from extractor.collect import Rank
 from extractor.errors import SpaceError, exit_code
 from extractor.files import free_bytes
+from extractor.headroom import headroom
 from extractor.leftovers import find_leftovers, find_waiting, remove_leftovers
 from extractor.preflight import (
     Target,
@@ -106,7 +108,7 @@ async def examine(
         check, _ = await _try(
             "budget",
             _async(lambda: shm_budget(ranks, None, limits=limits)),
-            lambda budget: f"{amount(budget)} of dumps at a time",
+            lambda budget: _budget(budget, ranks),
         )
         yield check
         target = Target(url=client.url, facts=facts, ranks=ranks, limits=limits)
@@ -116,6 +118,12 @@ async def examine(
             lambda _: "a prompt was sent and its dump arrived whole",
         )
         yield check
+
+
+def _budget(budget: int, ranks: Sequence[Rank]) -> str:
+    room = headroom(ranks)
+    doubt = "" if room.doubt is None else f"; {room.doubt}"
+    return f"{amount(budget)} of dumps at a time: {room.what} {amount(room.free_bytes)}{doubt}"
 
 
 async def _try(

@@ -14,9 +14,9 @@ from extractor.concurrency import Limiter
 from extractor.config import Layout, RunOptions
 from extractor.errors import ServerError
 from extractor.files import free_bytes, unlink_all
+from extractor.measurements import Counters, Stage
 from extractor.plan import Request, dump_bytes, make_rid, rid_prefix
 from extractor.preflight import Target
-from extractor.progress import Counters
 from extractor.retry import Failure
 from extractor.server_watch import ServerWatch
 from extractor.tables import amount
@@ -145,6 +145,7 @@ class Exchange:
                 with suppress(ServerError):  # which ends `run`
                     self.collector.poll()
                 return reply_failure
+            answered_at = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(self._dump_timeout_s):
                     outcome = await asyncio.shield(collected)
@@ -155,6 +156,9 @@ class Exchange:
                     f"{prompt.num_tokens} rows arrived in {self._dump_timeout_s:g} s",
                 )
                 return self._unless_full(missing, prompt)
+            self._counters.stages[Stage.ARRIVAL].add(
+                asyncio.get_running_loop().time() - answered_at
+            )
             is_taken = True
         finally:
             if not is_taken:
@@ -214,6 +218,7 @@ class Exchange:
         if self._is_settled(reply, was_unanswered=was_unanswered):
             self.forget(ordinal)
         if not isinstance(reply, Failure):
+            self._counters.stages[Stage.REQUEST].add(asyncio.get_running_loop().time() - sent_at)
             reply = check_reply(reply, num_tokens=request.prompt.num_tokens) or reply
         self.watch.note(reply, sent_at=sent_at, num_tokens=request.prompt.num_tokens)
         turn.release()

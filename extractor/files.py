@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -69,6 +70,15 @@ def unlink_all(paths: Iterable[Path]) -> None:
     """Remove files, those that are still there."""
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+def age_s(path: Path) -> float | None:
+    """Seconds since a file got its name, its content or its mode, whichever came last; None where
+    there is none."""
+    try:
+        return time.time() - os.stat(path).st_ctime
+    except FileNotFoundError:
+        return None
 
 
 def free_bytes(path: Path) -> int:

@@ -25,9 +25,9 @@ from extractor.concurrency import MOST_LIMIT, Auto, Fixed, Limiter
 from extractor.config import Identity, RunOptions
 from extractor.errors import ExtractorError, ServerError, ServerGone, ServerUnreachable, first_known
 from extractor.exchange import Exchange, Unanswered
+from extractor.measurements import Counters
 from extractor.plan import Limits
 from extractor.preflight import Target, require_dump_directory, require_probe
-from extractor.progress import Counters
 from extractor.retry import Failure, is_convicted
 from extractor.targets import require_alike, require_no_stricter, require_target
 from extractor.turns import Turns

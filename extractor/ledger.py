@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from extractor.config import Layout
+from extractor.measurements import Counters
 from extractor.plan import Refusal
-from extractor.progress import Counters, Reporter
+from extractor.progress import Reporter
 from extractor.retry import Failure
 from extractor.shard_format import sample_bytes
 from manifest.owner import StoreOwner
@@ -78,11 +79,20 @@ class Ledger:
         self._count_failed(prompt, failure.reason, failure.detail)
 
     def _count_failed(self, row: Prompt | BadRow, reason: Reason, detail: str) -> None:
-        self._counters.failed += 1
+        self._counters.failed_by_reason[reason] += 1
         if reason in ASKED_FOR:
             return
         if self._counters.failed <= SHOWN_FAILURES:
-            self._reporter.note(f"{row.source}:{row.line}: {reason}: {detail}")
+            self._reporter.note(
+                f"{row.source}:{row.line}: {reason}: {detail}",
+                event="row_failed",
+                level="warning",
+                source=row.source,
+                line=row.line,
+                row=row.ordinal,
+                reason=reason,
+                detail=detail,
+            )
         elif self._counters.failed == SHOWN_FAILURES + 1:
             self._reporter.note("… further failed rows: see `extractor status`")
 

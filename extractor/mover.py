@@ -12,13 +12,14 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from extractor.collect import DumpPiece
 from extractor.copying import SampleFault
 from extractor.errors import storage_error
-from extractor.files import unlink_all
+from extractor.files import age_s
+from extractor.measurements import Stage, Stages, new_stages
 from extractor.reconcile import OpenShard
 from extractor.retry import Failure
 from extractor.shard_format import sample_bytes, samples_expected
@@ -41,6 +42,7 @@ class _Job:
     pieces: Sequence[DumpPiece]
     attempts: int
     done: asyncio.Future[Failure | None]
+    queued_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(kw_only=True)
@@ -77,7 +79,13 @@ class Mover:
         *,
         next_number: Callable[[], int],
         rows_left: Callable[[], int],
+        stages: Stages | None = None,
+        group_bytes: int = GROUP_BYTES,
     ) -> None:
+        """`stages`: where it is counted how long things take. `group_bytes`: a group ends with the
+        sample that reaches them."""
+        self._group_bytes = group_bytes
+        self._stages = new_stages() if stages is None else stages
         self._settings = settings
         self._layout = settings.identity.layout
         self._owner = owner
@@ -91,6 +99,11 @@ class Mover:
         self.syncs = Syncs()
         #: Bytes of the samples that wait or are on their way.
         self.backlog_bytes = 0
+
+    @property
+    def backlog(self) -> int:
+        """Samples that wait."""
+        return self._jobs.qsize()
 
     async def resume(self, shard: Shard, rows: Sequence[Row]) -> None:
         """Go on filling a shard that an earlier session left open."""
@@ -124,7 +137,7 @@ class Mover:
     async def _next_group(self) -> list[_Job]:
         group = [await self._jobs.get()]
         size = sample_bytes(group[0].prompt.num_tokens, self._layout)
-        while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < GROUP_BYTES:
+        while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < self._group_bytes:
             group.append(self._jobs.get_nowait())
             size += sample_bytes(group[-1].prompt.num_tokens, self._layout)
         return group
@@ -152,6 +165,7 @@ class Mover:
 
     async def _settle(self, group: Sequence[_Job], outcomes: Sequence[Stored | Failure]) -> None:
         """Tell the manifest what became of samples whose copies are durable; free their dumps."""
+        began = time.monotonic()
         await self._owner.commit(
             *(
                 change
@@ -163,10 +177,9 @@ class Mover:
                 )
             )
         )
+        self._stages[Stage.COMMIT].add(time.monotonic() - began)
         # Only now: until the commit, the dump is the only copy that is sure to survive a crash.
-        await self._in_thread(
-            lambda: unlink_all(piece.handle.path for job in group for piece in job.pieces)
-        )
+        await self._in_thread(lambda: self._remove_dumps(group))
         for job, outcome in zip(group, outcomes, strict=True):
             if not job.done.done():
                 job.done.set_result(None if isinstance(outcome, Stored) else outcome)
@@ -182,14 +195,27 @@ class Mover:
         for job in group:
             if not writer.has_room(job.prompt.num_tokens):
                 break
+            began = time.monotonic()
+            self._stages[Stage.MOVER_WAIT].add(began - job.queued_at)
             try:
                 outcomes.append(writer.append(job.prompt, job.pieces))
             except SampleFault as fault:
                 outcomes.append(fault.failure)
+            self._stages[Stage.COPY].add(time.monotonic() - began)
         began = time.monotonic()
         writer.sync()
-        self.syncs.add(len(outcomes), time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self.syncs.add(len(outcomes), seconds)
+        self._stages[Stage.SYNC].add(seconds)
         return outcomes
+
+    def _remove_dumps(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            for piece in job.pieces:
+                path = piece.handle.path
+                if (seconds := age_s(path)) is not None:
+                    self._stages[Stage.RESIDENCY].add(seconds)
+                path.unlink(missing_ok=True)
 
     async def _writer_for(self, group: Sequence[_Job]) -> ShardWriter:
         num_tokens = group[0].prompt.num_tokens
@@ -244,12 +270,27 @@ class Movers:
         count: int,
         next_number: int,
         rows_left: Callable[[], int],
+        stages: Stages | None = None,
+        budget_bytes: int | None = None,
     ) -> None:
+        """`budget_bytes`: what may lie under the dump root. No more than half of it is in groups,
+        so that the server can fill the other half meanwhile: the room of a group is given back
+        all at once, and neither is to wait for the other in turn."""
         self._settings = settings
         self._owner = owner
         numbers = itertools.count(next_number)
+        group_bytes = GROUP_BYTES
+        if budget_bytes is not None:
+            group_bytes = min(GROUP_BYTES, budget_bytes // (2 * count))
         self.all = tuple(
-            Mover(settings, owner, next_number=lambda: next(numbers), rows_left=rows_left)
+            Mover(
+                settings,
+                owner,
+                next_number=lambda: next(numbers),
+                rows_left=rows_left,
+                stages=stages,
+                group_bytes=group_bytes,
+            )
             for _ in range(count)
         )
 
@@ -266,6 +307,11 @@ class Movers:
         """`Mover.store` of the one that has least to do."""
         mover = min(self.all, key=lambda mover: mover.backlog_bytes)
         return await mover.store(prompt, pieces, attempts=attempts)
+
+    @property
+    def backlog(self) -> int:
+        """Samples that wait for a mover."""
+        return sum(mover.backlog for mover in self.all)
 
     @property
     def syncs(self) -> Syncs:

@@ -29,6 +29,7 @@ from extractor.errors import (
     storage_error,
 )
 from extractor.files import file_system_type, free_bytes
+from extractor.headroom import MEMORY_FILE_SYSTEMS, headroom
 from extractor.plan import PROBE_SESSION, RID_PREFIX, Limits, Request, dump_bytes, make_rid
 from extractor.retry import Failure
 from extractor.tables import amount
@@ -41,7 +42,6 @@ PROBE_TIMEOUT_S = 60.0
 #: Before a probe that was refused is sent again.
 BUSY_PAUSE_S = 1.0
 PROBE_TOKENS = 5
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 NETWORK_FILE_SYSTEMS = (
     "nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "glusterfs",
     "virtiofs",
@@ -231,14 +231,15 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
 
 
 def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:
-    """Bytes of dumps to allow at a time. Default: half of what is free now.
+    """Bytes of dumps to allow at a time. Default: half of what there is room for now, under the
+    dump root and within the memory limits that hold for the server.
 
-    Raises UsageError for a budget that does not hold even one short prompt, SpaceError when that
-    much is not free.
+    Raises UsageError for a budget that does not hold even one short prompt, SpaceError when there
+    is no room for that much.
     """
-    directory = ranks[0].directory
+    room = headroom(ranks)
     ready = ranks[0].ready
-    free = free_bytes(directory)
+    free = room.free_bytes
     budget = free // 2 if wanted is None else wanted
     least = dump_bytes(min(1024, limits.max_prompt_tokens), layout_of(ready), limits)
     hint = "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
@@ -247,13 +248,11 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
             f"--shm-budget {amount(wanted)} does not hold one prompt of 1,024 tokens, "
             f"which takes {amount(least)}"
         )
-    if budget > free:
-        raise SpaceError(
-            f"--shm-budget is {amount(budget)}, {directory} has {amount(free)} free. {hint}"
-        )
+    if budget > room.sure_bytes:
+        raise SpaceError(f"--shm-budget is {amount(budget)}, {room.what} {amount(free)}. {hint}")
     if budget < least:
         raise SpaceError(
-            f"{directory} has {amount(free)} free; half of it does not hold one prompt of "
+            f"{room.what} {amount(free)}; half of it does not hold one prompt of "
             f"1,024 tokens ({amount(least)}). {hint}"
         )
     return budget

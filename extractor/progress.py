@@ -5,46 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Never, Protocol, TextIO
 
+import orjson
 from tqdm import tqdm
 
+from extractor.measurements import Counters
+from extractor.report import session_document
+
 LINE_INTERVAL_S = 30.0
-
-
-@dataclass(kw_only=True)
-class Counters:
-    """The run in numbers, as they change. Owned by the run; reporters only read."""
-
-    num_rows: int = 0  # of all input files
-    settled_before: int = 0  # rows that earlier sessions settled
-    stored: int = 0  # samples, this session
-    failed: int = 0  # rows, this session
-    tokens: int = 0  # of stored samples, this session
-    stored_bytes: int = 0  # this session
-    sent: int = 0  # requests, this session
-    retried: int = 0
-    in_flight: int = 0  # requests with the servers now
-    limit: int = 0  # requests that they may have now
-    shm_bytes: int = 0  # held of the budget now
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def settled(self) -> int:
-        return self.settled_before + self.stored + self.failed
-
-    @property
-    def seconds(self) -> float:
-        return max(time.monotonic() - self.started, 1e-9)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def gigabytes_per_s(self) -> float:
-        return self.stored_bytes / self.seconds / 1e9
 
 
 class Reporter(Protocol):
@@ -52,10 +22,14 @@ class Reporter(Protocol):
 
     def update(self, counters: Counters) -> None: ...
 
-    def note(self, message: str) -> None:
-        """One line for a person, beside the progress."""
+    def note(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None:
+        """One line for a person, beside the progress; for a program, what happened and its
+        particulars."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The progress is over; more may come, with an `update`."""
 
 
 class BarReporter:
@@ -78,7 +52,7 @@ class BarReporter:
         self._bar.set_postfix_str(_figures(counters), refresh=False)
         self._bar.refresh()
 
-    def note(self, message: str) -> None:
+    def note(self, message: str, **_: object) -> None:
         tqdm.write(message, file=self._stream)
 
     def close(self) -> None:
@@ -87,36 +61,109 @@ class BarReporter:
             self._bar = None
 
 
+class _AtIntervals:
+    """Tells whether it is time for the next line."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._next = clock() + LINE_INTERVAL_S
+
+    def is_due(self) -> bool:
+        if self._clock() < self._next:
+            return False
+        self._next = self._clock() + LINE_INTERVAL_S
+        return True
+
+
 class LineReporter:
-    """One line each 30 s, for logs."""
+    """One line each 30 s, for logs that people read."""
 
     def __init__(
         self, stream: TextIO = sys.stderr, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream = stream
-        self._clock = clock
-        self._next = clock() + LINE_INTERVAL_S
+        self._interval = _AtIntervals(clock)
 
     def update(self, counters: Counters) -> None:
-        if self._clock() < self._next:
-            return
-        self._next = self._clock() + LINE_INTERVAL_S
-        self.note(f"{counters.settled}/{counters.num_rows} rows, {_figures(counters)}")
+        if self._interval.is_due():
+            self.note(f"{counters.settled}/{counters.num_rows} rows, {_figures(counters)}")
 
-    def note(self, message: str) -> None:
+    def note(self, message: str, **_: object) -> None:
         print(message, file=self._stream, flush=True)
 
     def close(self) -> None:
         pass
 
 
-def reporter_for(stream: TextIO = sys.stderr) -> Reporter:
+class JsonReporter:
+    """The same lines as JSON objects, one a line, for logs that programs read.
+
+    Every object has `time` (UTC, ISO 8601), `level` (info, warning or error), `event` and
+    `message`; `progress` has the session's document, `row_failed` the row and its reason.
+    """
+
+    def __init__(
+        self, stream: TextIO = sys.stderr, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._interval = _AtIntervals(clock)
+
+    def update(self, counters: Counters) -> None:
+        if self._interval.is_due():
+            self.note(
+                f"{counters.settled}/{counters.num_rows} rows, {_figures(counters)}",
+                event="progress",
+                session=session_document(counters),
+            )
+
+    def note(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None:
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "level": level,
+            "event": event,
+            "message": message,
+            **fields,
+        }
+        print(orjson.dumps(line, default=str).decode(), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Together:
+    """Several reporters as one."""
+
+    def __init__(self, *reporters: Reporter) -> None:
+        self._reporters = reporters
+
+    def update(self, counters: Counters) -> None:
+        for reporter in self._reporters:
+            reporter.update(counters)
+
+    def note(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None:
+        for reporter in self._reporters:
+            reporter.note(message, event=event, level=level, **fields)
+
+    def close(self) -> None:
+        for reporter in self._reporters:
+            reporter.close()
+
+
+def reporter_for(stream: TextIO = sys.stderr, *, as_json: bool = False) -> Reporter:
+    """For a person at a terminal, a log that people read, or one that programs read."""
+    if as_json:
+        return JsonReporter(stream)
     return BarReporter(stream) if stream.isatty() else LineReporter(stream)
 
 
 def _figures(counters: Counters) -> str:
     return (
-        f"{counters.tokens_per_s:,.0f} tok/s, {counters.gigabytes_per_s:.3f} GB/s, "
-        f"shm {counters.shm_bytes / 1e6:,.0f} MB, {counters.in_flight}/{counters.limit} in flight, "
+        f"{counters.pace.tokens_per_s:,.0f} tok/s (mean {counters.tokens_per_s:,.0f}), "
+        f"{counters.gigabytes_per_s:.3f} GB/s, shm {counters.shm_bytes / 1e6:,.0f} MB, "
+        f"{counters.in_flight}/{counters.request_limit} in flight, "
         f"{counters.failed} failed"
     )

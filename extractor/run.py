@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from extractor.dataset import dataset_document
 from extractor.errors import ServerError, ServerGone, first_known, storage_error
 from extractor.files import write_whole
 from extractor.fleet import Member
+from extractor.headroom import headroom
 from extractor.inputs import reads_stdin, scan_prompts
+from extractor.live import LiveFile
 from extractor.lock import exclusive
+from extractor.measurements import Counters, Stage
 from extractor.mover import Syncs, seal_left_open
 from extractor.plan import rid_prefix
 from extractor.preflight import (
@@ -27,10 +30,10 @@ from extractor.preflight import (
     require_dump_directory,
     require_probe,
 )
-from extractor.progress import Counters, Reporter
+from extractor.progress import Reporter, Together
 from extractor.reading import renderer_for
 from extractor.reconcile import Reconciled, reconcile
-from extractor.report import totals_document, totals_table
+from extractor.report import session_document, totals_document, totals_table
 from extractor.runstate import (
     RunState,
     begin_or_continue,
@@ -39,7 +42,7 @@ from extractor.runstate import (
 )
 from extractor.session import Session, shard_settings
 from extractor.strays import require_begun, require_manifest
-from extractor.tables import amount, counted, table
+from extractor.tables import amount, counted, milliseconds, table
 from extractor.targets import require_targets
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
@@ -76,13 +79,7 @@ class RunSummary:
             **totals_document(self.totals),
             "duplicates": self.duplicates,
             "session": {
-                "stored": counters.stored,
-                "failed": counters.failed,
-                "sent": counters.sent,
-                "retried": counters.retried,
-                "tokens": counters.tokens,
-                "seconds": counters.seconds,
-                "tokens_per_s": counters.tokens_per_s,
+                **session_document(counters),
                 "peak_shm_bytes": self.peak_shm_bytes,
                 "servers": [member.to_document() for member in self.members],
                 "commits": self.commits.to_document(),
@@ -95,10 +92,16 @@ class RunSummary:
         counters = self.counters
         lines = [totals_table(self.totals)]
         if counters.stored:
+            residency = counters.stages[Stage.RESIDENCY]
             session = [
                 ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
                 ("dumps at a time", f"{amount(self.peak_shm_bytes)} at most"),
+                (
+                    "a dump lay there",
+                    f"{milliseconds(residency.quantile(0.5))} at the median, "
+                    f"{milliseconds(residency.quantile(0.99))} at p99",
+                ),
                 *((f"requests at {member.url}", member.to_text()) for member in self.members),
                 ("sent again", f"{counters.retried:,}"),
                 ("duplicates", f"{self.duplicates or 0:,}"),
@@ -119,12 +122,13 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     files = await asyncio.to_thread(_scan, options)
     prepare_out(options.out)
     if (warning := manifest_warning(options.out)) is not None:
-        reporter.note(warning)
+        reporter.note(warning, level="warning")
     try:
         with exclusive(options.out):
             require_manifest(options.out)
-            async with _open_manifest(options) as owner:
-                return await _run_until_done(options, reporter, files, owner)
+            with closing(LiveFile(options.out)) as live:
+                async with _open_manifest(options) as owner:
+                    return await _run_until_done(options, Together(reporter, live), files, owner)
     except OSError as error:
         where = options.out if error.filename is None else Path(error.filename)
         raise storage_error(error, where=where) from error
@@ -199,6 +203,10 @@ async def _run(
             f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
             f"{state.counters.num_rows:,} rows, {state.counters.settled_before:,} settled before"
         )
+        if options.shm_budget_bytes is None:
+            ranks = [rank for target in targets for rank in target.ranks]
+            if doubt := headroom(ranks).doubt:
+                reporter.note(f"{doubt} (or name --shm-budget)", level="warning")
         await _probe(members, run_id=state.run_id)
         session = Session(
             options=options,

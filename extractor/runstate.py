@@ -9,7 +9,7 @@ from pathlib import Path
 
 from extractor import __version__
 from extractor.config import Identity, RunOptions
-from extractor.progress import Counters
+from extractor.measurements import Counters
 from manifest.owner import StoreOwner
 from manifest.records import Source
 from manifest.store import Store

@@ -95,6 +95,8 @@ class Session:
             count=options.num_movers,
             next_number=left.next_number,
             rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
+            stages=self._counters.stages,
+            budget_bytes=self.budget.total,
         )
         self._attempts = Attempts(
             fleet=self._fleet,
@@ -137,6 +139,7 @@ class Session:
                     convicted.prompt, convicted.failure, attempts=convicted.attempts
                 )
             await self._movers.close(seal=is_complete)
+            self._observe()
             self._reporter.update(self._counters)
             self._reporter.close()
 
@@ -268,11 +271,19 @@ class Session:
 
     async def _report(self) -> None:
         while True:
-            self._counters.in_flight = self._fleet.num_in_flight
-            self._counters.limit = self._fleet.limit
-            self._counters.shm_bytes = self.budget.used
+            self._observe()
             self._reporter.update(self._counters)
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _observe(self) -> None:
+        self._counters.observe(
+            in_flight=self._fleet.num_in_flight,
+            request_limit=self._fleet.limit,
+            shm_bytes=self.budget.used,
+            budget_bytes=self.budget.total,
+            budget_queue=self.budget.num_waiting,
+            mover_queue=self._movers.backlog,
+        )
 
     async def _enforce_drain(self) -> None:
         """After a stop, let what is in flight end; but not for ever."""

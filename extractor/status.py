@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from extractor.config import MANIFEST_NAME, Identity
+from extractor.live import Live, read_live
 from extractor.report import totals_document
 from manifest.records import Row, Source, Totals
 from manifest.states import State
@@ -25,6 +26,7 @@ class Status:
     totals: Totals
     num_shards: int
     failed: tuple[Row, ...]  # the first of them, or all
+    live: Live | None  # what a session that is going on says of itself
 
     @property
     def num_rows(self) -> int:
@@ -46,6 +48,7 @@ class Status:
             "unread": self.num_unread,
             **totals_document(self.totals),
             "shards": self.num_shards,
+            "live": None if self.live is None else {"pid": self.live.pid, **self.live.session},
             "failed_rows": [
                 {
                     "row": row.ordinal,
@@ -75,6 +78,7 @@ def read_status(out: Path, *, all_failures: bool = False) -> Status:
             totals=store.totals(),
             num_shards=len(store.shards()),
             failed=tuple(failed),
+            live=read_live(out),
         )
     finally:
         store.close()

@@ -54,6 +54,16 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def milliseconds(seconds: float) -> str:
+    """
+    >>> [milliseconds(s) for s in (0, 0.0004, 0.0152, 0.25, 12.34, 600)]
+    ['0 ms', '0.4 ms', '15.2 ms', '250 ms', '12.3 s', '600 s']
+    """
+    if seconds >= 1:
+        return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+    return f"{1e3 * seconds:.1f} ms" if 0 < seconds < 0.1 else f"{1e3 * seconds:.0f} ms"
+
+
 def parse_bytes(text: str) -> int:
     """
     >>> [parse_bytes(t) for t in ("4096", "64M", "1.5GiB", "2 g")]

@@ -130,13 +130,18 @@ class Reader:
             "ORDER BY ordinal LIMIT ?"
         )
 
-    def totals(self) -> Totals:
-        """From the tallies: takes no longer for many rows than for few."""
+    def totals(self, *, with_alterations: bool = True) -> Totals:
+        """From the tallies: takes no longer for many rows than for few.
+
+        Counting the alterations reads every row that has one: whoever asks again and again may
+        leave them out.
+        """
         with explained(self.path):
             tallies = self._db.execute(f"{_TALLIES} FROM tallies WHERE num_rows > 0").fetchall()
             altered = self._db.execute(
                 "SELECT alterations, COUNT(*) FROM prompts "
-                "WHERE state = 'stored' AND alterations IS NOT NULL GROUP BY alterations"
+                "WHERE state = 'stored' AND alterations IS NOT NULL AND ? GROUP BY alterations",
+                (with_alterations,),
             ).fetchall()
         by_alteration: dict[str, int] = {}
         for names, count in altered:

@@ -16,7 +16,7 @@ import xxhash
 
 from extractor.audit import audit
 from extractor.config import MANIFEST_NAME, Identity, Layout, RunOptions
-from extractor.progress import Counters
+from extractor.measurements import Counters
 from extractor.testing import FakeServer, fake_states
 from manifest.records import Row
 from manifest.states import State
@@ -42,7 +42,7 @@ class Notes:
     def update(self, counters: Counters) -> None:
         self.num_updates += 1
 
-    def note(self, message: str) -> None:
+    def note(self, message: str, **fields: object) -> None:
         self.messages.append(message)
 
     def close(self) -> None:

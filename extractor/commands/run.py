@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from extractor.config import DEFAULT_OUT, DEFAULT_SERVER_URL, DEFAULT_SHARD_BYTE
 from extractor.dry_run import dry_run as dry_run_of
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
 from extractor.errors import UsageError
+from extractor.metrics import DEFAULT_HOST, Metrics, MetricsServer
 from extractor.options import (
     ADDRESS,
     AUTO,
@@ -26,11 +28,11 @@ from extractor.options import (
     PassingCommand,
     seconds_option,
 )
-from extractor.progress import reporter_for
+from extractor.progress import Reporter, Together
 from extractor.prompt_options import policy_from, policy_options, reading_from, reading_options
 from extractor.run import RunSummary, run
 from extractor.serve import any_server_answers, free_port, running_server
-from extractor.terminal import print_json, run_async
+from extractor.terminal import print_json, run_async, with_reporter
 
 
 @click.command("run", cls=PassingCommand)
@@ -76,7 +78,8 @@ from extractor.terminal import print_json, run_async
     "shm_budget_bytes",
     type=BYTES,
     default=None,
-    help="Most bytes of dumps at a time.  [default: half of what is free]",
+    help="Most bytes of dumps at a time.  [default: half of what is free and within the server's "
+    "memory limits]",
 )
 @click.option(
     "--shard-size",
@@ -124,8 +127,24 @@ from extractor.terminal import print_json, run_async
 @click.option(
     "--dry-run", is_flag=True, help="Tokenise and count; tell bytes, files, time; write nothing."
 )
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(min=0, max=65535),
+    default=None,
+    help="Serve the run's numbers to Prometheus on this port; 0 takes a free one. Extra metrics.",
+)
+@click.option(
+    "--metrics-host",
+    default=DEFAULT_HOST,
+    show_default=True,
+    help="The address to serve them at. Whoever reaches it can read them.",
+)
+@click.option(
+    "--log-json", is_flag=True, help="Write what goes to stderr as JSON, one object a line."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
+@with_reporter
 def run_command(
     context: click.Context,
     /,
@@ -136,7 +155,10 @@ def run_command(
     last_kind: str | None,
     num_movers: int | None,
     dry_run: bool,
+    metrics_port: int | None,
+    metrics_host: str,
     as_json: bool,
+    reporter: Reporter,
     **values: Any,
 ) -> None:
     """Extract the hidden states of PROMPTS. The same command again resumes.
@@ -157,7 +179,7 @@ def run_command(
         **values,
     )
     if dry_run:
-        result = run_async(dry_run_of(options, reporter_for()))
+        result = run_async(dry_run_of(options, reporter))
         if as_json:
             print_json(result.to_document())
         else:
@@ -175,7 +197,15 @@ def run_command(
         )
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")
-    summary = run_async(_run(options, serve_options, is_named=bool(server_urls)))
+    with ExitStack() as stack:
+        if metrics_port is not None:
+            metrics = Metrics()
+            server = stack.enter_context(
+                MetricsServer(metrics, port=metrics_port, host=metrics_host)
+            )
+            reporter.note(f"metrics at {server.url}")
+            reporter = Together(reporter, metrics)
+        summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
     if as_json:
         print_json(summary.to_document(options.out))
     else:
@@ -185,9 +215,8 @@ def run_command(
 
 
 async def _run(
-    options: RunOptions, serve_options: ServeOptions | None, *, is_named: bool
+    options: RunOptions, serve_options: ServeOptions | None, reporter: Reporter, *, is_named: bool
 ) -> RunSummary:
-    reporter = reporter_for()
     if serve_options is None or await any_server_answers(options.server_urls):
         return await run(options, reporter)
     if is_named:

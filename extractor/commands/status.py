@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import click
+from rich.console import Console
+from rich.live import Live as LiveDisplay
 
+from extractor.dashboard import line, page
+from extractor.errors import UsageError
 from extractor.options import OUT_ARGUMENT
 from extractor.report import totals_table
 from extractor.status import failed_table, read_status
 from extractor.terminal import print_json
+from extractor.watch import LINE_INTERVAL_S, LOOK_INTERVAL_S, watch
 
 
 @click.command("status")
 @OUT_ARGUMENT
 @click.option("--all", "all_failures", is_flag=True, help="List every failed row.")
+@click.option(
+    "--watch",
+    "is_watch",
+    is_flag=True,
+    help="Go on showing it until the run ends: live in a terminal, else a line every 30 s.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the status as JSON.")
-def status_command(out: Path, all_failures: bool, as_json: bool) -> None:
-    """Show how far the run in DIR is, and which rows failed and why."""
+def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool) -> None:
+    """Show how far the run in DIR is, and which rows failed and why.
+
+    It may be going on meanwhile, in another process of this host.
+    """
+    if is_watch:
+        if as_json or all_failures:
+            raise UsageError("--watch goes with neither --json nor --all")
+        with suppress(KeyboardInterrupt):  # the usual way to leave
+            _watch(out)
+        return
     status = read_status(out, all_failures=all_failures)
     if as_json:
         print_json(status.to_document())
@@ -30,3 +51,16 @@ def status_command(out: Path, all_failures: bool, as_json: bool) -> None:
     click.echo(totals_table(status.totals, num_unread=status.num_unread))
     if status.failed:
         click.echo(failed_table(status))
+
+
+def _watch(out: Path) -> None:
+    console = Console()
+    if not console.is_terminal:
+        watch(out, lambda look: click.echo(line(look)), interval_s=LINE_INTERVAL_S)
+        return
+    with LiveDisplay(console=console, auto_refresh=False, transient=False) as display:
+        watch(
+            out,
+            lambda look: display.update(page(look), refresh=True),
+            interval_s=LOOK_INTERVAL_S,
+        )

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import io
+import json
+from collections import Counter
+from datetime import datetime
 
+from helpers import Notes
+
+from extractor.measurements import Counters
 from extractor.progress import (
     LINE_INTERVAL_S,
     BarReporter,
-    Counters,
+    JsonReporter,
     LineReporter,
+    Together,
     reporter_for,
 )
+from manifest.states import Reason
+
+ONE_FAILED = Counter({Reason.BAD_JSON: 1})
 
 
 class Clock:
@@ -23,7 +33,7 @@ class Clock:
 def test_lines_come_at_intervals_however_often_the_run_reports() -> None:
     stream, clock = io.StringIO(), Clock()
     reporter = LineReporter(stream, clock=clock)
-    counters = Counters(num_rows=10, settled_before=2, stored=1, failed=1)
+    counters = Counters(num_rows=10, settled_before=2, stored=1, failed_by_reason=ONE_FAILED)
     for _ in range(int(3.5 * LINE_INTERVAL_S)):
         clock.now += 1
         reporter.update(counters)
@@ -53,7 +63,9 @@ def test_a_bar_shows_what_is_settled_over_all_sessions() -> None:
     stream = Terminal()
     reporter = BarReporter(stream)
     reporter.close()  # before anything was shown
-    reporter.update(Counters(num_rows=200, settled_before=50, stored=49, failed=1))
+    reporter.update(
+        Counters(num_rows=200, settled_before=50, stored=49, failed_by_reason=ONE_FAILED)
+    )
     reporter.note("a row failed")
     reporter.close()
     assert "100/200" in stream.getvalue()
@@ -64,3 +76,38 @@ def test_rates_are_over_this_session() -> None:
     counters = Counters(tokens=1000, stored_bytes=2_000_000_000, started=0.0)
     assert counters.tokens_per_s == counters.tokens / counters.seconds or counters.seconds > 0
     assert 0 < counters.gigabytes_per_s <= 2e9
+
+
+def test_a_log_for_programs_has_one_object_a_line() -> None:
+    stream, clock = io.StringIO(), Clock()
+    reporter = JsonReporter(stream, clock=clock)
+    reporter.note("a row failed\nbadly", event="row_failed", level="warning", line=3)
+    counters = Counters(num_rows=10, stored=1, failed_by_reason=ONE_FAILED)
+    reporter.update(counters)
+    clock.now += LINE_INTERVAL_S
+    reporter.update(counters)
+    reporter.close()
+    failed, progress = map(json.loads, stream.getvalue().splitlines())
+    assert datetime.fromisoformat(failed.pop("time")).tzinfo is not None
+    assert failed == {
+        "level": "warning",
+        "event": "row_failed",
+        "message": "a row failed\nbadly",
+        "line": 3,
+    }
+    assert (progress["event"], progress["level"]) == ("progress", "info")
+    assert progress["session"]["failed_by_reason"] == {"bad_json": 1}
+
+
+def test_a_log_for_programs_has_no_bar_even_in_a_terminal() -> None:
+    assert isinstance(reporter_for(Terminal(), as_json=True), JsonReporter)
+
+
+def test_several_reporters_are_told_the_same() -> None:
+    first, second = Notes(), Notes()
+    reporter = Together(first, second)
+    reporter.update(Counters())
+    reporter.note("a row failed", event="row_failed", level="warning", line=3)
+    reporter.close()
+    for notes in (first, second):
+        assert (notes.num_updates, notes.messages, notes.is_closed) == (1, ["a row failed"], True)

@@ -1,0 +1,198 @@
+"""How a look at a run is shown: a page for a terminal, a line for a log. Pure but for `rich`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from extractor.live import Live
+from extractor.measurements import Stage
+from extractor.tables import amount, counted, duration, milliseconds
+from extractor.watch import Begun, Look
+from manifest.states import State
+
+#: What `.live.json` says is told with its age from here on.
+OLD_S = 5.0
+_STAGE_NAMES = {
+    Stage.REQUEST: "request",
+    Stage.ARRIVAL: "dump after answer",
+    Stage.MOVER_WAIT: "wait for a mover",
+    Stage.COPY: "copy of a sample",
+    Stage.SYNC: "sync of a group",
+    Stage.COMMIT: "commit of a group",
+    Stage.RESIDENCY: "dump under its root",
+}
+
+
+def page(look: Look) -> RenderableType:
+    """All there is to see, for a terminal of any width."""
+    parts: list[RenderableType] = [_title(look)]
+    if look.begun is not None:
+        parts += [_bar(look.begun), _rows(look.begun, look.live)]
+    if look.live is not None:
+        parts.append(_session(look.live, is_over=look.is_over))
+        parts += [Rule(style="dim"), _stages(look.live.session["stages"])]
+    if look.begun is not None and look.begun.totals.by_reason:
+        parts += [Rule(style="dim"), _failures(look.begun)]
+    return Group(*parts)
+
+
+def line(look: Look) -> str:
+    """The same in a line."""
+    if look.begun is None:
+        return f"{look.out}: {_standing(look)}"
+    settled = _settled(look.begun)
+    parts = [
+        f"{settled:,}/{look.begun.num_rows:,} rows",
+        f"{look.begun.totals.by_state.get(State.FAILED, 0):,} failed",
+        f"{amount(look.begun.totals.stored_bytes)} stored",
+    ]
+    if look.live is not None:
+        session, now = look.live.session, look.live.session["now"]
+        residency = session["stages"][Stage.RESIDENCY]
+        if not look.is_over:
+            parts += [
+                f"{now['tokens_per_s']:,.0f} tok/s now",
+                f"{now['in_flight']} in flight",
+                f"shm {amount(now['shm_bytes'])} of {amount(now['budget_bytes'])}",
+                f"ETA {_eta(look.begun, look.live)}",
+            ]
+        parts += [
+            f"{session['tokens_per_s']:,.0f} tok/s mean",
+            f"dumps lie {milliseconds(residency['p50_ms'] / 1e3)} p50, "
+            f"{milliseconds(residency['p99_ms'] / 1e3)} p99",
+        ]
+    return f"{', '.join(parts)}; {_standing(look)}"
+
+
+def _standing(look: Look) -> str:
+    if look.writer is None:
+        return "no run is going on"
+    if look.begun is None:
+        return f"process {look.writer} is starting"
+    if look.live is None:
+        return f"process {look.writer} sends nothing (it begins, ends, or waits for its server)"
+    if look.live.age_s > OLD_S:
+        return f"process {look.writer} has said nothing for {look.live.age_s:.0f} s"
+    return f"process {look.writer} is at work"
+
+
+def _title(look: Look) -> Text:
+    title = Text(no_wrap=True, overflow="ellipsis")
+    title.append(f"{look.out}", style="bold")
+    title.append(f"  {_standing(look)}", style="yellow" if look.is_over else "green")
+    if look.begun is not None:
+        identity = look.begun.identity
+        title.append(
+            f"\n{identity.model}: boundaries {list(identity.boundaries)}, "
+            f"last {identity.last_kind}, {identity.dtype}",
+            style="dim",
+        )
+    return title
+
+
+def _bar(begun: Begun) -> Table:
+    settled = _settled(begun)
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    share = settled / max(1, begun.num_rows)
+    grid.add_row(
+        ProgressBar(total=max(1, begun.num_rows), completed=settled),
+        Text(f"{100 * share:.1f} %  {settled:,} of {counted(begun.num_rows, 'row')}"),
+    )
+    return grid
+
+
+def _rows(begun: Begun, live: Live | None) -> Table:
+    stored = begun.totals.by_state.get(State.STORED, 0)
+    failed = begun.totals.by_state.get(State.FAILED, 0)
+    cells: list[tuple[str, str | Text]] = [
+        ("stored", f"{stored:,}"),
+        ("failed", Text(f"{failed:,}", style="red" if failed else "")),
+        ("left", f"{begun.num_rows - stored - failed:,}"),
+        ("tokens", f"{begun.totals.stored_tokens:,}"),
+        ("bytes", amount(begun.totals.stored_bytes)),
+        ("time left", "-" if live is None else _eta(begun, live)),
+    ]
+    return _figures(cells)
+
+
+def _session(live: Live, *, is_over: bool) -> Table:
+    session, now = live.session, live.session["now"]
+    seconds = max(session["seconds"], 1e-9)
+    cells: list[tuple[str, str | Text]] = [
+        (
+            "mean speed",
+            f"{session['tokens_per_s']:,.0f} tok/s, {session['bytes'] / seconds / 1e6:,.1f} MB/s",
+        ),
+        ("this session", duration(seconds)),
+    ]
+    if not is_over:
+        cells += [
+            ("speed now", f"{now['tokens_per_s']:,.0f} tok/s"),
+            ("in flight", f"{now['in_flight']:,} of {now['request_limit']:,}"),
+            ("budget", f"{amount(now['shm_bytes'])} of {amount(now['budget_bytes'])}"),
+            ("wait for room", f"{now['budget_queue']:,}"),
+            ("wait for mover", f"{now['mover_queue']:,}"),
+        ]
+    cells.append(("sent again", f"{session['retried']:,}"))
+    return _figures(cells)
+
+
+def _figures(cells: list[tuple[str, str | Text]]) -> Table:
+    """Names and values, two of each in a row."""
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(2):
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(justify="right", no_wrap=True, ratio=1)
+    for start in range(0, len(cells), 2):
+        row: list[str | Text] = []
+        for name, value in cells[start : start + 2]:
+            row += [name, value]
+        grid.add_row(*row)
+    return grid
+
+
+def _stages(stages: Mapping[str, Mapping[str, float]]) -> Table:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(style="dim", no_wrap=True)
+    for _ in range(4):
+        grid.add_column(justify="right", no_wrap=True, ratio=1)
+    grid.add_row("stage", *(Text(name, style="dim") for name in ("count", "p50", "p99", "longest")))
+    for stage, name in _STAGE_NAMES.items():
+        figures = stages[stage]
+        grid.add_row(
+            name,
+            f"{figures['count']:,}",
+            *(milliseconds(figures[f"{kind}_ms"] / 1e3) for kind in ("p50", "p99", "max")),
+        )
+    return grid
+
+
+def _failures(begun: Begun) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(justify="right", style="red")
+    for reason, count in sorted(begun.totals.by_reason.items(), key=lambda item: -item[1]):
+        grid.add_row(reason.value, f"{count:,}")
+    return grid
+
+
+def _settled(begun: Begun) -> int:
+    states = begun.totals.by_state
+    return states.get(State.STORED, 0) + states.get(State.FAILED, 0)
+
+
+def _eta(begun: Begun, live: Live) -> str:
+    """From the rows of late; they are not equally long, so it is about so long."""
+    rows_per_s = float(live.session["now"]["rows_per_s"])
+    left = begun.num_rows - _settled(begun)
+    if left == 0:
+        return "none"
+    return "-" if rows_per_s <= 0 else duration(left / rows_per_s)

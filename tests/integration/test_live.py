@@ -1,0 +1,359 @@
+"""What a run tells other processes: `.live.json`, `status --watch`, and the metrics."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from helpers import Notes, make_prompts, options_for, write_prompts
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+import extractor.live
+import extractor.watch
+from extractor.dashboard import line, page
+from extractor.errors import MissingExtra, OutputBusy, UsageError
+from extractor.live import LIVE_NAME, LiveFile, read_live
+from extractor.lock import LOCK_NAME, exclusive
+from extractor.measurements import Counters, Stage
+from extractor.metrics import Metrics, MetricsServer
+from extractor.run import run
+from extractor.status import read_status
+from extractor.testing import FakeServer
+from extractor.watch import Look, Watcher, watch
+from manifest.errors import ManifestMissing
+from manifest.states import Reason, State
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def written(file: LiveFile) -> None:
+    """Wait for what is being written."""
+    if file._writing is not None:
+        file._writing.result()
+
+
+def some_counters() -> Counters:
+    counters = Counters(num_rows=10, stored=4, tokens=400, stored_bytes=4000)
+    counters.failed_by_reason[Reason.TOO_LONG] += 1
+    counters.observe(
+        in_flight=3, request_limit=8, shm_bytes=100, budget_bytes=1000, budget_queue=2,
+        mover_queue=5,
+    )  # fmt: skip
+    counters.stages[Stage.RESIDENCY].add(0.02)
+    return counters
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def test_another_process_reads_what_a_session_says_until_it_ends(tmp_path: Path) -> None:
+    assert read_live(tmp_path) is None
+    file = LiveFile(tmp_path)
+    file.update(some_counters())
+    written(file)
+    live = read_live(tmp_path)
+    assert live is not None
+    assert live.pid == os.getpid()
+    assert live.age_s < 60
+    assert live.session["now"]["in_flight"] == 3
+    file.close()
+    assert read_live(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    file.update(some_counters())  # the next session of the same process
+    written(file)
+    assert read_live(tmp_path) is not None
+    file.close()
+
+
+def test_it_is_written_once_a_second_however_often_the_run_reports(tmp_path: Path) -> None:
+    clock = Clock()
+    file = LiveFile(tmp_path, clock=clock)
+    counters, seen = some_counters(), set()
+    for _ in range(30):
+        clock.now += 0.1
+        counters.stored += 1
+        file.update(counters)
+        written(file)
+        live = read_live(tmp_path)
+        assert live is not None
+        seen.add(live.session["stored"])
+    file.close()
+    assert len(seen) == 3
+
+
+def test_a_killed_run_is_not_taken_for_a_live_one(tmp_path: Path) -> None:
+    """Its pid may be somebody else's by now: the start time tells."""
+    file = LiveFile(tmp_path)
+    file.update(some_counters())
+    written(file)
+    path = tmp_path / LIVE_NAME
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**document, "pid_start_ticks": document["pid_start_ticks"] + 1}))
+    assert read_live(tmp_path) is None
+    path.write_text(json.dumps({**document, "pid": 2**22 + 1}))
+    assert read_live(tmp_path) is None
+    file.close()
+
+
+def test_a_process_that_cannot_be_seen_is_believed_for_half_a_minute(tmp_path: Path) -> None:
+    document = {
+        "pid": 1, "pid_start_ticks": 1, "pid_namespace": "pid:[1]", "written_at": time.time(),
+        "session": {},
+    }  # fmt: skip
+    (tmp_path / LIVE_NAME).write_text(json.dumps(document))
+    assert read_live(tmp_path) is not None
+    old = {**document, "written_at": time.time() - extractor.live.STALE_S - 1}
+    (tmp_path / LIVE_NAME).write_text(json.dumps(old))
+    assert read_live(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": 1}', '{"pid": "x"}'])
+def test_a_torn_file_is_nobody(tmp_path: Path, content: str) -> None:
+    (tmp_path / LIVE_NAME).write_text(content)
+    assert read_live(tmp_path) is None
+
+
+def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
+    file = LiveFile(tmp_path / "gone")
+    file.update(some_counters())
+    written(file)
+    file.close()
+
+
+# --- the watcher ----------------------------------------------------------------------------------
+
+
+async def test_a_run_is_watched_from_its_first_prompt_to_its_end(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks are taken at each report of the run, which is of this process: the lock's holder is
+    taken for another one here."""
+    monkeypatch.setattr(
+        "extractor.watch.writer_of", lambda out: 17 if (out / LOCK_NAME).read_text() else None
+    )
+    monkeypatch.setattr("extractor.session.REPORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr("extractor.live.INTERVAL_S", 0.0)
+    out = tmp_path / "out"
+    prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(60))
+    prompts.write_text(prompts.read_text() + "nonsense\n")
+    watcher = Watcher(out)
+    looks: list[Look] = []
+
+    class Watching(Notes):
+        def update(self, counters: Counters) -> None:
+            looks.append(watcher.look())
+
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, prompts, out), Watching())
+    assert looks
+    assert all(look.writer == 17 and not look.is_over for look in looks)
+    assert any(look.live is not None for look in looks)
+    assert all(look.begun is not None and look.begun.num_rows == 61 for look in looks)
+    last = watcher.look()
+    assert last.is_over
+    assert last.begun is not None
+    assert last.begun.totals.by_state == {State.STORED: 60, State.FAILED: 1}
+    assert last.live is not None  # what was seen last stays to be read
+    assert not (out / LIVE_NAME).exists()
+
+
+def test_where_nothing_runs_one_look_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(ManifestMissing):
+        watch(tmp_path, lambda look: None, interval_s=1.0)
+
+
+async def test_a_finished_run_is_shown_once(dump_root: Path, tmp_path: Path, notes: Notes) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, prompts, tmp_path / "out"), notes)
+    shown: list[Look] = []
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("there is nothing to wait for")
+
+    last = watch(tmp_path / "out", shown.append, interval_s=1.0, sleep=sleep)
+    assert shown == [last]
+    assert line(last).startswith("5/5 rows, 0 failed, ")
+    assert "no run is going on" in line(last)
+    assert not (tmp_path / "out" / "manifest.sqlite-wal").exists()
+
+
+def test_a_run_that_only_starts_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No manifest yet, but the lock is held; then the process goes and nothing was begun."""
+    writers = iter([17, 17, None])
+    monkeypatch.setattr("extractor.watch.writer_of", lambda out: next(writers))
+    shown: list[str] = []
+    pauses: list[float] = []
+    with pytest.raises(ManifestMissing):
+        watch(tmp_path, lambda look: shown.append(line(look)), interval_s=0.0, sleep=pauses.append)
+    assert shown == [f"{tmp_path}: process 17 is starting"] * 2
+    assert pauses == [extractor.watch.LOOK_INTERVAL_S] * 2
+
+
+def test_an_end_is_shown_at_once_and_other_looks_at_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    looks = iter([Look(out=tmp_path, begun=None, live=None, writer=w) for w in [7] * 65 + [None]])
+    monkeypatch.setattr(Watcher, "look", lambda self: next(looks))
+    shown: list[float] = []
+    watch(tmp_path, lambda look: shown.append(clock.now), interval_s=30.0, sleep=sleep, clock=clock)
+    assert shown == [100.0, 130.0, 160.0, 165.0]
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+async def test_the_page_says_all_of_it_in_any_width(
+    dump_root: Path, tmp_path: Path, notes: Notes
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    prompts.write_text(prompts.read_text() + "nonsense\n")
+    out = tmp_path / "out"
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, prompts, out), notes)
+    file = LiveFile(out)
+    file.update(some_counters())
+    written(file)
+    look = Watcher(out).look()
+    file.close()
+    assert look.writer == os.getpid()
+    for width in (40, 80, 200):
+        stream = io.StringIO()
+        Console(file=stream, width=width, force_terminal=True).print(page(look))
+        assert stream.getvalue()
+    plain = io.StringIO()
+    Console(file=plain, width=100, no_color=True).print(page(look))
+    text = plain.getvalue()
+    for what in (
+        "100.0 %", "6 of 6 rows", "3 of 8", "100 B of 1000 B", "bad_json", "is at work",
+        "dump under its root", "20.0 ms", "speed now", "mean speed", "time left", "boundaries",
+    ):  # fmt: skip
+        assert what in text, (what, text)
+    assert "3 in flight, shm 100 B of 1000 B" in line(look)
+    assert "dumps lie 20.0 ms p50, 20.0 ms p99" in line(look)
+
+
+async def test_status_as_json_has_the_live_session(
+    dump_root: Path, tmp_path: Path, notes: Notes
+) -> None:
+    out = tmp_path / "out"
+    prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, prompts, out), notes)
+    assert read_status(out).to_document()["live"] is None
+    file = LiveFile(out)
+    file.update(some_counters())
+    written(file)
+    assert read_status(out).to_document()["live"]["now"]["in_flight"] == 3
+    file.close()
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def scraped(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        text = reply.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_a_scrape_shows_the_counters_of_the_moment() -> None:
+    metrics, counters = Metrics(), some_counters()
+    with MetricsServer(metrics, port=0) as server:
+        assert server.url.startswith("http://127.0.0.1:")
+        assert scraped(server.url) == {}
+        metrics.update(counters)
+        counters.stored += 1
+        values = scraped(server.url)
+    none: frozenset[tuple[str, str]] = frozenset()
+    assert values["extractor_rows_stored_total", none] == 5
+    assert values["extractor_tokens_total", none] == 400
+    assert values["extractor_rows_failed_total", frozenset({("reason", "too_long")})] == 1
+    assert values["extractor_requests_in_flight", none] == 3
+    assert values["extractor_budget_used_bytes", none] == 100
+    assert values["extractor_queue_length", frozenset({("queue", "mover")})] == 5
+    name = "extractor_stage_duration_seconds"
+    stage = ("stage", "residency")
+    assert values[f"{name}_bucket", frozenset({stage, ("le", "0.01")})] == 0
+    assert values[f"{name}_bucket", frozenset({stage, ("le", "0.02")})] == 1
+    assert values[f"{name}_bucket", frozenset({stage, ("le", "+Inf")})] == 1
+    assert values[f"{name}_count", frozenset({stage})] == 1
+    assert values[f"{name}_sum", frozenset({stage})] == 0.02
+
+
+def test_every_metric_and_stage_is_in_the_documentation() -> None:
+    page_of_docs = (REPOSITORY / "docs" / "observability.md").read_text()
+    metrics = Metrics()
+    metrics.update(some_counters())
+    for family in metrics.collect():
+        for sample in family.samples:
+            name = sample.name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum")
+            assert f"`{name}`" in page_of_docs or f"`{name}{{" in page_of_docs, name
+    assert all(f"| `{stage}` |" in page_of_docs for stage in Stage)
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"--metrics-port {port}: cannot listen on 127.0.0.1"):
+            MetricsServer(Metrics(), port=port)
+
+
+def test_without_the_package_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'hidden-state-extractor\[metrics\]'"):
+        MetricsServer(Metrics(), port=0)
+
+
+# --- the lock -------------------------------------------------------------------------------------
+
+
+async def test_a_run_that_is_refused_leaves_the_files_of_the_one_at_work(
+    dump_root: Path, tmp_path: Path, notes: Notes
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    async with FakeServer(dump_root).running() as server:
+        with exclusive(tmp_path):
+            file = LiveFile(tmp_path)
+            file.update(some_counters())
+            written(file)
+            with pytest.raises(OutputBusy):
+                await run(options_for(server, prompts, tmp_path), notes)
+            assert read_live(tmp_path) is not None
+            file.close()
+
+
+async def test_what_a_killed_run_left_goes_with_the_next(
+    dump_root: Path, tmp_path: Path, notes: Notes
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    (tmp_path / LIVE_NAME).write_text("{}")
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, prompts, tmp_path), notes)
+    assert not (tmp_path / LIVE_NAME).exists()
