@@ -45,30 +45,6 @@ class _Job:
     queued_at: float = field(default_factory=time.monotonic)
 
 
-@dataclass(kw_only=True)
-class Syncs:
-    """What making groups of samples durable took, measured."""
-
-    count: int = 0
-    samples: int = 0
-    seconds: float = 0.0  # within fdatasync
-    slowest_s: float = 0.0
-
-    def add(self, samples: int, seconds: float) -> None:
-        self.count += 1
-        self.samples += samples
-        self.seconds += seconds
-        self.slowest_s = max(self.slowest_s, seconds)
-
-    def to_document(self) -> dict[str, float]:
-        return {
-            "count": self.count,
-            "samples": self.samples,
-            "mean_ms": 1e3 * self.seconds / max(1, self.count),
-            "slowest_ms": 1e3 * self.slowest_s,
-        }
-
-
 class Mover:
     """The open shard that it fills, and a thread that does so."""
 
@@ -96,7 +72,6 @@ class Mover:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mover")
         self._writer: ShardWriter | None = None
         self._settling: asyncio.Task[None] | None = None  # of the last group copied
-        self.syncs = Syncs()
         #: Bytes of the samples that wait or are on their way.
         self.backlog_bytes = 0
 
@@ -204,9 +179,7 @@ class Mover:
             self._stages[Stage.COPY].add(time.monotonic() - began)
         began = time.monotonic()
         writer.sync()
-        seconds = time.monotonic() - began
-        self.syncs.add(len(outcomes), seconds)
-        self._stages[Stage.SYNC].add(seconds)
+        self._stages[Stage.SYNC].add(time.monotonic() - began)
         return outcomes
 
     def _remove_dumps(self, jobs: Sequence[_Job]) -> None:
@@ -312,17 +285,6 @@ class Movers:
     def backlog(self) -> int:
         """Samples that wait for a mover."""
         return sum(mover.backlog for mover in self.all)
-
-    @property
-    def syncs(self) -> Syncs:
-        """Of all movers together."""
-        total = Syncs()
-        for mover in self.all:
-            total.count += mover.syncs.count
-            total.samples += mover.syncs.samples
-            total.seconds += mover.syncs.seconds
-            total.slowest_s = max(total.slowest_s, mover.syncs.slowest_s)
-        return total
 
     async def close(self, *, seal: bool) -> None:
         """`Mover.close` of each."""

@@ -22,7 +22,7 @@ from extractor.inputs import reads_stdin, scan_prompts
 from extractor.live import LiveFile
 from extractor.lock import exclusive
 from extractor.measurements import Counters, Stage
-from extractor.mover import Syncs, seal_left_open
+from extractor.mover import seal_left_open
 from extractor.plan import rid_prefix
 from extractor.preflight import (
     manifest_warning,
@@ -62,7 +62,6 @@ class RunSummary:
     peak_shm_bytes: int
     members: tuple[Member, ...]  # the servers; empty where nothing was to be sent
     commits: Commits  # of the manifest, this session
-    syncs: Syncs  # of shards, this session
     run_id: str
 
     @property
@@ -83,7 +82,6 @@ class RunSummary:
                 "peak_shm_bytes": self.peak_shm_bytes,
                 "servers": [member.to_document() for member in self.members],
                 "commits": self.commits.to_document(),
-                "syncs": self.syncs.to_document(),
             },
         }
 
@@ -224,7 +222,6 @@ async def _run(
             state,
             peak_shm_bytes=session.budget.peak,
             members=tuple(members),
-            syncs=session.syncs,
         )
 
 
@@ -300,7 +297,6 @@ async def _summary(
     *,
     peak_shm_bytes: int = 0,
     members: tuple[Member, ...] = (),
-    syncs: Syncs | None = None,
 ) -> RunSummary:
     duplicates = None
     if state.counters.stored:
@@ -312,6 +308,5 @@ async def _summary(
         peak_shm_bytes=peak_shm_bytes,
         members=members,
         commits=owner.commits,
-        syncs=syncs or Syncs(),
         run_id=state.run_id,
     )

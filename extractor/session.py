@@ -21,7 +21,7 @@ from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
 from extractor.fleet import Fleet, Member
 from extractor.ledger import Ledger
-from extractor.mover import Movers, Syncs
+from extractor.mover import Movers
 from extractor.plan import Refusal, dump_bytes, rid_prefix
 from extractor.policy import OnDuplicate
 from extractor.preflight import shm_budget
@@ -106,11 +106,6 @@ class Session:
             policy=RetryPolicy(max_attempts=options.max_attempts),
             stop=self._stop,
         )
-
-    @property
-    def syncs(self) -> Syncs:
-        """What making samples durable took."""
-        return self._movers.syncs
 
     async def run(self, files: Sequence[InputFile]) -> None:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""
