@@ -198,7 +198,12 @@ class RunOptions:
             raise UsageError("name at least one --server")
         for url in self.server_urls:
             require_url(url)
-        if len(set(self.server_urls)) < len(self.server_urls):
+        if self.out.resolve().is_relative_to(self.dump_root.resolve()):
+            raise UsageError(
+                f"--out {self.out} lies in the dump directory {self.dump_root}, which is cleaned "
+                "of what is no dump of a live server; name another"
+            )
+        if len({url.rstrip("/").lower() for url in self.server_urls}) < len(self.server_urls):
             raise UsageError(f"a --server is named twice: {', '.join(self.server_urls)}")
         for name, option, least in (
             ("concurrency", "--concurrency", 1),

@@ -29,6 +29,7 @@ from extractor.measurements import Counters
 from extractor.plan import Limits
 from extractor.preflight import Target, require_dump_directory, require_probe
 from extractor.retry import Failure, is_convicted
+from extractor.tables import counted
 from extractor.targets import require_alike, require_no_stricter, require_target
 from extractor.turns import Turns
 from manifest.owner import StoreOwner
@@ -61,7 +62,14 @@ class Member:
             return "it never answered"
         num_prompts = sum(start.num_prompts for start in self.starts)
         limiter = self.starts[-1].watch.limiter
-        return f"{limiter.limit} at a time ({limiter.kind}); {num_prompts:,} prompts"
+        text = f"{limiter.limit} at a time ({limiter.kind}); {num_prompts:,} prompts"
+        if isinstance(limiter, Fixed) and limiter.limit < limiter.room:
+            text = f"{limiter.room} at a time (fixed), {limiter.limit} after refusals; " + (
+                f"{num_prompts:,} prompts"
+            )
+        if len(self.starts) > 1:
+            text += f"; it came back, {counted(len(self.starts), 'start')}"
+        return text
 
     def to_document(self) -> dict[str, Any]:
         """What it did in this session, for `extractor run --json`."""
@@ -268,6 +276,8 @@ class Fleet:
         self._tell_room()
         await exchange.abandon()
         if not self._up:
+            if len(self.members) > 1:
+                self._say(f"no server is left of {', '.join(m.url for m in self.members)}")
             raise error
         self._say(
             f"{str(error).partition('. ')[0]}. The run goes on with "

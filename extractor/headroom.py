@@ -21,6 +21,7 @@ class Headroom:
 
     free_bytes: int
     what: str  # for a person: whose limit this is
+    is_of_file_system: bool  # else of the memory
     sure_bytes: int  # the same without the bound that is in doubt
     doubt: str | None = None  # what could not be seen; None where every bound is exact
 
@@ -36,7 +37,7 @@ def _headroom(rank: Rank) -> Headroom:
     free = free_bytes(directory)
     rooms = [(free, f"{directory} has free")]
     if file_system_type(directory) not in MEMORY_FILE_SYSTEMS:
-        return Headroom(free_bytes=free, what=rooms[0][1], sure_bytes=free)
+        return Headroom(free_bytes=free, what=rooms[0][1], is_of_file_system=True, sure_bytes=free)
     available = _available_bytes(_read(PurePosixPath("/proc/meminfo")) or "")
     if available is not None:
         rooms.append((available, "this machine's memory has left"))
@@ -50,7 +51,11 @@ def _headroom(rank: Rank) -> Headroom:
         rooms.append((bound.free_bytes, what))
     least, what = min(rooms)
     return Headroom(
-        free_bytes=least, what=what, sure_bytes=least if doubt is None else sure, doubt=doubt
+        free_bytes=least,
+        what=what,
+        is_of_file_system=(least, what) == rooms[0],
+        sure_bytes=least if doubt is None else sure,
+        doubt=doubt,
     )
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from extractor.config import MANIFEST_NAME
 from extractor.files import write_whole
 from extractor.plan import run_of
 from extractor.process import left_in_shared_memory, remove_shared_memory
@@ -166,8 +167,8 @@ def _of_dead_servers(root: Path) -> Iterator[Leftover]:
 def _without_owner(root: Path) -> Iterator[Leftover]:
     """Directories of servers that gave up, or that never got as far as to say who they are."""
     for directory in sorted(root.glob("*/*/")):
-        if (directory / READY_NAME).exists():
-            continue
+        if (directory / READY_NAME).exists() or (directory.parent / MANIFEST_NAME).exists():
+            continue  # the latter is a data set
         pid = _failed_pid(directory / FAILED_NAME)
         if pid is not None and process_start_ticks(pid) is not None:
             continue  # it serves, without capturing

@@ -36,7 +36,7 @@ class Address(click.ParamType[str]):
     name = "url"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value)
+        return str(value).rstrip("/")
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
         return [word for word in re.split(r"[\s,]+", rv) if word]
@@ -50,7 +50,7 @@ class Concurrency(click.ParamType[int | None]):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> int | None:
-        if value == AUTO:
+        if value is None or str(value).lower() == AUTO:
             return None
         try:
             number = int(value)

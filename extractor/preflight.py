@@ -85,9 +85,14 @@ def unreachable(urls: Sequence[str]) -> ServerUnreachable:
     )
 
 
-def require_plugin(root: Path, *, url: str, facts: ServerFacts) -> tuple[Rank, ...]:
-    """The live writers of that server. Raises PluginError with what to do."""
-    ranks = ranks_of(scan_writers(root), url=url, model_path=facts.model_path)
+def require_plugin(
+    root: Path, *, url: str, facts: ServerFacts, others: Sequence[str] = ()
+) -> tuple[Rank, ...]:
+    """The live writers of that server; `others`: addresses of other servers of the run.
+
+    Raises PluginError with what to do.
+    """
+    ranks = ranks_of(scan_writers(root), url=url, model_path=facts.model_path, others=others)
     ready = ranks[0].ready
     if ready.model_path != facts.model_path:
         raise PluginError(
@@ -242,7 +247,11 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
     free = room.free_bytes
     budget = free // 2 if wanted is None else wanted
     least = dump_bytes(min(1024, limits.max_prompt_tokens), layout_of(ready), limits)
-    hint = "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
+    hint = (
+        "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
+        if room.is_of_file_system
+        else "Free memory or raise that limit."
+    )
     if wanted is not None and wanted < least:
         raise UsageError(
             f"--shm-budget {amount(wanted)} does not hold one prompt of 1,024 tokens, "

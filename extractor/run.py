@@ -40,6 +40,7 @@ from extractor.runstate import (
     begun_with_identity,
     require_same_inputs,
 )
+from extractor.server_watch import RESTART_ADVICE
 from extractor.session import Session, shard_settings
 from extractor.strays import require_begun, require_manifest
 from extractor.tables import amount, counted, milliseconds, table
@@ -142,7 +143,8 @@ async def _run_until_done(
         except (ServerGone, ExceptionGroup) as error:
             if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
                 raise
-            reporter.note(f"{gone}\nwaiting up to {options.server_wait_s:.0f} s for it")
+            what = str(gone).removesuffix(RESTART_ADVICE).rstrip()
+            reporter.note(f"{what}\nwaiting up to {options.server_wait_s:.0f} s for it")
 
 
 def _scan(options: RunOptions) -> tuple[InputFile, ...]:

@@ -113,7 +113,7 @@ class ServerWatch:
             if self.gate.is_open:
                 self._say(
                     f"the server at {self._client.url} serves nothing (last: "
-                    f"{self._last_trouble}); prompts wait, and a probe goes on asking"
+                    f"{self._last_trouble}); its prompts wait, and a probe goes on asking"
                 )
             self._has_opened.set()
         elif not self.gate.is_open:

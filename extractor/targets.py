@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 
 from extractor.client import Client, wait_until_answering
@@ -49,8 +50,8 @@ async def require_targets(
     answering = [target for target in targets if target is not None]
     if not answering:
         raise unreachable([client.url for client in clients])
-    for other in answering[1:]:
-        require_alike(answering[0], other)
+    for one, other in itertools.combinations(answering, 2):
+        require_alike(one, other)
     for client, target in zip(clients, targets, strict=True):
         if target is None:
             note(
@@ -66,7 +67,12 @@ async def require_target(client: Client, options: RunOptions) -> Target:
     Raises ServerUnreachable, PluginError, ConfigMismatch, UsageError with what to do.
     """
     facts = await require_server(client, wait_s=0.0)
-    ranks = require_plugin(options.dump_root, url=client.url, facts=facts)
+    ranks = require_plugin(
+        options.dump_root,
+        url=client.url,
+        facts=facts,
+        others=[url for url in options.server_urls if url != client.url],
+    )
     require_wanted(options, ranks[0].ready)
     return Target.of(client.url, facts, ranks)
 

@@ -98,15 +98,23 @@ def process_start_ticks(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def ranks_of(writers: Writers, *, url: str, model_path: str) -> tuple[Rank, ...]:
+def ranks_of(
+    writers: Writers, *, url: str, model_path: str, others: Sequence[str] = ()
+) -> tuple[Rank, ...]:
     """All data-parallel ranks of the server at `url`. Raises PluginError with what to do.
 
     The port tells servers of one host apart. Behind a tunnel or a container's port mapping the
     port differs; then the only live server with that model is taken, and the probe proves it.
+    `others`: addresses of other servers, whose ports are theirs.
     """
     port = urlsplit(url).port
+    taken = {urlsplit(other).port for other in others}
     same_port = [rank for rank in writers.alive if rank.ready.port == port]
-    same_model = [rank for rank in writers.alive if rank.ready.model_path == model_path]
+    same_model = [
+        rank
+        for rank in writers.alive
+        if rank.ready.model_path == model_path and rank.ready.port not in taken
+    ]
     boots = {rank.ready.boot_id for rank in same_port or same_model}
     if not boots:
         raise PluginError(_absent(writers, url))

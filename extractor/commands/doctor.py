@@ -9,18 +9,19 @@ import click
 
 from extractor.config import DEFAULT_OUT, DEFAULT_SERVER_URL, require_url
 from extractor.doctor import examine
-from extractor.options import DUMP_DIR_OPTION, SERVER_HELP, seconds_option
+from extractor.errors import UsageError
+from extractor.options import ADDRESS, DUMP_DIR_OPTION, SERVER_HELP, seconds_option
 from extractor.terminal import run_async
 
 
 @click.command("doctor", short_help="Check server, plugin, disks and limits.")
 @click.option(
     "--server",
-    "url",
-    default=DEFAULT_SERVER_URL,
-    show_default=True,
+    "urls",
+    type=ADDRESS,
+    multiple=True,
     metavar="URL",
-    help=SERVER_HELP,
+    help=f"{SERVER_HELP}  [default: {DEFAULT_SERVER_URL}]",
 )
 @DUMP_DIR_OPTION
 @click.option(
@@ -37,10 +38,13 @@ from extractor.terminal import run_async
     help="Remove what dead servers left; dumps that a run could still adopt too.",
 )
 @click.pass_context
-def doctor_command(context: click.Context, /, **values: Any) -> None:
+def doctor_command(context: click.Context, /, urls: tuple[str, ...], **values: Any) -> None:
     """Check server, plugin, layers, disks and limits: one OK or PROBLEM line each."""
-    require_url(values["url"])
-    if not run_async(_doctor(**values)):
+    if len(urls) > 1:
+        raise UsageError("doctor looks at one server at a time: run it once for each --server")
+    (url,) = urls or (DEFAULT_SERVER_URL,)
+    require_url(url)
+    if not run_async(_doctor(url=url, **values)):
         context.exit(1)
 
 

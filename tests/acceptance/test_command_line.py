@@ -436,6 +436,9 @@ def test_doctor_names_each_problem_and_ends_with_1(tmp_path: Path, tool: Tool, f
     assert ill.returncode == 1
     problems = [line for line in ill.stdout.splitlines() if line.startswith("PROBLEM")]
     assert [line.split()[1] for line in problems] == ["dump", "server:"]
+    both = tool("doctor", "--server", fake.url, "--server", "http://127.0.0.1:9")
+    assert both.returncode == 2
+    assert "one server at a time" in both.stderr
     assert dumps_under(fake.root) == []
 
 

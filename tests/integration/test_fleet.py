@@ -28,7 +28,14 @@ from helpers import (
 import extractor.fleet
 import extractor.server_watch
 from extractor.config import RunOptions
-from extractor.errors import ConfigMismatch, ServerGone, ServerUnreachable, first_known
+from extractor.errors import (
+    ConfigMismatch,
+    PluginError,
+    ServerGone,
+    ServerUnreachable,
+    UsageError,
+    first_known,
+)
 from extractor.fleet import connections_each
 from extractor.run import RunSummary, run
 from extractor.serve import free_port
@@ -176,6 +183,37 @@ async def test_servers_that_capture_something_else_are_refused_by_name_and_field
         with pytest.raises(ConfigMismatch) as caught:
             await run(options, notes)
     assert f"{one.url} and {other.url} differ:\n  {told}\n" in str(caught.value)
+    assert one.requests == other.requests == []
+
+
+def test_one_address_written_in_two_ways_is_refused(
+    tmp_path: Path, dump_root: Path, path: Path
+) -> None:
+    with pytest.raises(UsageError, match="named twice"):
+        options_of(["http://h:1", "http://H:1/"], dump_root, path, tmp_path / "out")
+
+
+async def test_one_server_under_two_names_behind_another_is_refused(
+    tmp_path: Path, dump_root: Path, notes: Notes, path: Path
+) -> None:
+    async with FakeServer(dump_root).running() as other, FakeServer(dump_root).running() as server:
+        alias = server.url.replace("127.0.0.1", "localhost")
+        options = options_of([other, server, alias], dump_root, path, tmp_path / "out")
+        with pytest.raises(ConfigMismatch, match="are the same server"):
+            await run(options, notes)
+    assert other.requests == server.requests == []
+
+
+async def test_a_server_that_dumps_elsewhere_is_not_taken_for_another_of_the_run(
+    tmp_path: Path, dump_root: Path, notes: Notes, path: Path
+) -> None:
+    async with (
+        FakeServer(dump_root).running() as one,
+        FakeServer(tmp_path / "elsewhere").running() as other,
+    ):
+        options = options_of([one, other], dump_root, path, tmp_path / "out")
+        with pytest.raises(PluginError, match=f"{other.url} has no plugin"):
+            await run(options, notes)
     assert one.requests == other.requests == []
 
 

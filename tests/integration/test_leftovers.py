@@ -120,6 +120,14 @@ def test_a_journal_that_cannot_be_read_is_listed_and_left(dump_root: Path, text:
     assert path.exists()
 
 
+def test_a_data_set_in_the_dump_directory_is_no_leftover(dump_root: Path) -> None:
+    """No run writes one there any more, but one of before must not be named as rubbish."""
+    (dump_root / "out" / "shards").mkdir(parents=True)
+    assert [left.path for left in find_leftovers(dump_root)] == [dump_root / "out" / "shards"]
+    (dump_root / "out" / "manifest.sqlite").write_bytes(b"")
+    assert find_leftovers(dump_root) == []
+
+
 @pytest.mark.parametrize("clean", [False, True])
 async def test_doctor_lists_leftovers_and_removes_them_when_asked(
     tmp_path: Path, dump_root: Path, clean: bool

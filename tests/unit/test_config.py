@@ -145,6 +145,13 @@ def test_an_option_out_of_bounds_is_named(field: str, option: str, value: float)
         RunOptions(prompts=(Path("p"),), **{field: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("out", ["dumps", "dumps/out", "dumps/../dumps/a/b"])
+def test_a_data_set_in_the_dump_directory_is_refused(tmp_path: Path, out: str) -> None:
+    with pytest.raises(UsageError, match="lies in the dump directory"):
+        RunOptions(prompts=(Path("p"),), out=tmp_path / out, dump_root=tmp_path / "dumps")
+    RunOptions(prompts=(Path("p"),), out=tmp_path / "dumps-out", dump_root=tmp_path / "dumps")
+
+
 def test_a_run_needs_prompts() -> None:
     with pytest.raises(UsageError, match="prompt file"):
         RunOptions(prompts=())
