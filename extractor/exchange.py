@@ -31,6 +31,8 @@ from server_patch.dump_format import TEMPORARY_PREFIX
 
 #: At the end of a run, dumps of requests that were given up get so long to come and be removed.
 LATE_DUMPS_S = 2.0
+#: So long after a broken connection it is known whether the server died.
+DEATH_SHOWS_S = 2.0
 #: Between two looks whether a full dump root has room again.
 FULL_PAUSE_S = 0.2
 
@@ -221,6 +223,11 @@ class Exchange:
             self._counters.stages[Stage.REQUEST].add(asyncio.get_running_loop().time() - sent_at)
             reply = check_reply(reply, num_tokens=request.prompt.num_tokens) or reply
         self.watch.note(reply, sent_at=sent_at, num_tokens=request.prompt.num_tokens)
+        if turn.is_alone and ordinal in self._unanswered:
+            # If it killed the server, nothing else may be under way when that is found out.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DEATH_SHOWS_S):
+                    await self.has_ended.wait()
         turn.release()
         if not isinstance(reply, Failure):
             return None
