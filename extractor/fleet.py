@@ -28,6 +28,7 @@ from extractor.exchange import Exchange, Unanswered
 from extractor.measurements import Counters
 from extractor.plan import Limits
 from extractor.preflight import Target, require_dump_directory, require_probe
+from extractor.progress import Say
 from extractor.retry import Failure, is_convicted
 from extractor.tables import counted
 from extractor.targets import require_alike, require_no_stricter, require_target
@@ -119,7 +120,7 @@ class Fleet:
         counters: Counters,
         run_id: str,
         suspects: dict[int, int],
-        say: Callable[[str], None],
+        say: Say,
         resized: Callable[[int], None],
     ) -> None:
         """`members`: one at least has a target. `suspects`: prompts that a dying server had not
@@ -225,7 +226,11 @@ class Fleet:
         while True:
             if member.exchange is None:
                 self._join(member, await self._proven_again(member))
-                self._say(f"the server at {member.url} is proven, and used from now on")
+                self._say(
+                    f"the server at {member.url} is proven, and used from now on",
+                    event="server_back",
+                    server=member.url,
+                )
             assert member.exchange is not None
             try:
                 await member.exchange.run()
@@ -282,7 +287,10 @@ class Fleet:
         self._say(
             f"{str(error).partition('. ')[0]}. The run goes on with "
             f"{', '.join(other.url for other in self.members if other.exchange is not None)}, and "
-            f"uses {member.url} again when a server is back there."
+            f"uses {member.url} again when a server is back there.",
+            event="server_lost",
+            level="warning",
+            server=member.url,
         )
 
     def _judge(self, unanswered: Sequence[Unanswered], *, is_dead: bool) -> None:
@@ -317,7 +325,12 @@ class Fleet:
             except ExtractorError as error:
                 if str(error) != told:
                     told = str(error)
-                    self._say(f"{member.url} is not used: {told}")
+                    self._say(
+                        f"{member.url} is not used: {told}",
+                        event="server_unfit",
+                        level="warning",
+                        server=member.url,
+                    )
             for start in member.starts:
                 start.tidy()
             await asyncio.sleep(RETURN_PAUSE_S)

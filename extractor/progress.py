@@ -17,6 +17,14 @@ from extractor.report import session_document
 LINE_INTERVAL_S = 30.0
 
 
+class Say(Protocol):
+    """How the parts of a run tell what happens: `Reporter.note`."""
+
+    def __call__(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None: ...
+
+
 class Reporter(Protocol):
     """Shows a run's progress. `update` is called often and must be cheap."""
 
@@ -99,7 +107,7 @@ class JsonReporter:
     """The same lines as JSON objects, one a line, for logs that programs read.
 
     Every object has `time` (UTC, ISO 8601), `level` (info, warning or error), `event` and
-    `message`; `progress` has the session's document, `row_failed` the row and its reason.
+    `message`, and what else docs/observability.md has of its event.
     """
 
     def __init__(

@@ -206,12 +206,16 @@ def run_command(
             reporter.note(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
         summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
+    status = 1 if summary.num_failed else 0
+    document = summary.to_document(options.out)
+    if context.params["log_json"]:
+        # For programs only: a person reads the summary.
+        reporter.note("finished", event="finished", exit_status=status, **document)
     if as_json:
-        print_json(summary.to_document(options.out))
+        print_json(document)
     else:
         click.echo(summary.to_text(options.out))
-    if summary.num_failed:
-        context.exit(1)
+    context.exit(status)
 
 
 async def _run(

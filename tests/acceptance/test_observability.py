@@ -175,6 +175,9 @@ def test_a_log_for_programs_has_nothing_but_objects(
     assert all({"time", "level", "event", "message"} <= set(line) for line in lines)
     (failed,) = [line for line in lines if line["event"] == "row_failed"]
     assert (failed["line"], failed["reason"], failed["level"]) == (13, "bad_json", "warning")
+    assert (lines[-1]["event"], lines[-1]["level"]) == ("finished", "info")
+    assert lines[-1]["exit_status"] == 1
+    assert {name: lines[-1][name] for name in ran.json()} == ran.json()
     session = ran.json()["session"]
     assert session["failed_by_reason"] == {"bad_json": 1}
     assert session["stages"]["residency"]["count"] == 12

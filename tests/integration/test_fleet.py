@@ -283,6 +283,10 @@ async def test_a_server_that_returns_is_proven_and_used_again(
     assert len(starts[0]) == 2 and min(starts[0]) > 0
     assert sum(starts[0]) + sum(starts[1]) == 120
     assert any(f"{first.url} is proven, and used from now on" in note for note in notes.messages)
+    assert notes.of_servers == [
+        ("server_lost", "warning", first.url),
+        ("server_back", "info", first.url),
+    ]
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 
@@ -306,6 +310,7 @@ async def test_a_server_that_returns_as_another_is_told_of_and_not_used(
         async with other_model.running(port=port):
             await running
     (told,) = [note for note in notes.messages if "is not used" in note]
+    assert ("server_unfit", "warning", first.url) in notes.of_servers
     assert "dtype: 'BF16' and 'F16'" in told
     assert ordinals_sent(other_model.requests) == []
     assert_whole(tmp_path / "out", prompts)
@@ -325,6 +330,10 @@ async def test_a_server_that_does_not_answer_at_the_start_is_used_when_it_does(
         async with late.running(port=port):
             await running
     assert any(f"no server answers at {urls[1]}: the run begins" in note for note in notes.messages)
+    assert notes.of_servers == [
+        ("server_lost", "warning", urls[1]),
+        ("server_back", "info", urls[1]),
+    ]
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 
