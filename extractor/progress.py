@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Never, Protocol, TextIO
 
-import orjson
 from tqdm import tqdm
 
+from extractor.log_line import log_line
 from extractor.measurements import Counters
 from extractor.report import session_document
 
@@ -127,14 +126,7 @@ class JsonReporter:
     def note(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
-        line = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "level": level,
-            "event": event,
-            "message": message,
-            **fields,
-        }
-        print(orjson.dumps(line, default=str).decode(), file=self._stream, flush=True)
+        print(log_line(message, event=event, level=level, **fields), file=self._stream, flush=True)
 
     def close(self) -> None:
         pass

@@ -28,11 +28,11 @@ from extractor.options import (
     PassingCommand,
     seconds_option,
 )
-from extractor.progress import Reporter, Together
+from extractor.progress import Reporter, Together, reporter_for
 from extractor.prompt_options import policy_from, policy_options, reading_from, reading_options
 from extractor.run import RunSummary, run
 from extractor.serve import any_server_answers, free_port, running_server
-from extractor.terminal import print_json, run_async, with_reporter
+from extractor.terminal import print_json, run_async
 
 
 @click.command("run", cls=PassingCommand)
@@ -144,7 +144,6 @@ from extractor.terminal import print_json, run_async, with_reporter
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
-@with_reporter
 def run_command(
     context: click.Context,
     /,
@@ -158,7 +157,7 @@ def run_command(
     metrics_port: int | None,
     metrics_host: str,
     as_json: bool,
-    reporter: Reporter,
+    log_json: bool,
     **values: Any,
 ) -> None:
     """Extract the hidden states of PROMPTS. The same command again resumes.
@@ -166,6 +165,7 @@ def run_command(
     PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, told by
     their content; patterns; directories of Hugging Face data sets; or - for standard input.
     """
+    reporter: Reporter = reporter_for(as_json=log_json)
     arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
     options = RunOptions(
         prompts=prompts,
@@ -208,7 +208,7 @@ def run_command(
         summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
     status = 1 if summary.num_failed else 0
     document = summary.to_document(options.out)
-    if context.params["log_json"]:
+    if log_json:
         # For programs only: a person reads the summary.
         reporter.note("finished", event="finished", exit_status=status, **document)
     if as_json:

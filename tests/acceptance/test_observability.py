@@ -158,7 +158,8 @@ def test_metrics_that_cannot_be_served_are_told_before_anything_starts(
         ran.stderr
     )
     (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError\n")
-    tool.environment = {"PYTHONPATH": str(tmp_path)}
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    tool.environment = {"PYTHONPATH": python_path}
     ran = tool.run(prompts_path, tmp_path / "out", fake, "--metrics-port", 0)
     assert ran.returncode == 2
     assert "pip install 'hidden-state-extractor[metrics]'" in ran.stderr
@@ -194,4 +195,11 @@ def test_a_log_for_programs_has_the_errors_too(tool: Tool) -> None:
     ran = tool("-v", "run", "nowhere.jsonl", "--log-json")
     (line,) = map(json.loads, ran.stderr.splitlines())
     assert line["traceback"][0].startswith("Traceback")
+    ran = tool("run", "nowhere.jsonl", "--log-json", "--movers", "none")  # click's own errors
+    (line,) = map(json.loads, ran.stderr.splitlines())
+    assert (line["event"], line["exit_status"], ran.returncode) == ("error", 2, 2)
+    assert "'none' is not a valid integer" in line["message"]
+    tool.environment = {"EXTRACTOR_RUN_LOG_JSON": "1"}
+    (line,) = map(json.loads, tool("run").stderr.splitlines())
+    assert "PROMPTS" in line["message"]
     assert tool("status", "out", "--watch", "--json").returncode == 2
