@@ -82,7 +82,7 @@ def test_watch_in_a_pipe_prints_lines_until_the_run_of_another_process_ends(
         interrupt(process)
         rest, errors = watching.communicate()
     assert rest.splitlines()[-1].startswith("12/13 rows, 1 failed, ")
-    assert rest.endswith("; no run is going on\n")
+    assert rest.endswith("; the run ended unfinished (1 row left); the same command goes on\n")
     assert (watching.returncode, errors) == (0, "")
 
 
@@ -127,8 +127,18 @@ def test_a_killed_run_is_over_for_whoever_watches(
         watched = tool("status", "out", "--watch")
         assert watched.returncode == 0
         (line,) = watched.stdout.splitlines()
-        assert line.endswith("no run is going on")
+        assert line.endswith("; the run ended unfinished (1 row left); the same command goes on")
         assert tool("status", "out", "--json").json()["live"] is None
+
+
+def test_a_run_that_is_started_in_the_same_moment_is_waited_for(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    watching = tool.start("status", "out", "--watch")
+    ran = tool.run(prompts_path, tmp_path / "out", fake)
+    shown, errors = watching.communicate()
+    assert (ran.returncode, watching.returncode, errors) == (1, 0, "")
+    assert shown.endswith("; done\n")
 
 
 def test_metrics_are_served_while_the_run_goes_on(
