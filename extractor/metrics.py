@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from extractor.errors import MissingExtra, UsageError
 from extractor.measurements import Counters
+from manifest.states import Reason
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -99,14 +100,18 @@ def _families(counters: Counters) -> Iterator[Metric]:
     failed = CounterMetricFamily(
         "extractor_rows_failed", "Rows given up, this session, by reason.", labels=["reason"]
     )
-    for reason, count in list(counters.failed_by_reason.items()):
-        failed.add_metric([reason.value], count)
+    for reason in Reason:  # those without a row too: a series that begins at 1 shows no increase
+        failed.add_metric([reason.value], counters.failed_by_reason[reason])
     yield failed
     for name, what, value in (
         ("rows", "Rows of the input.", counters.num_rows),
         ("rows_settled", "Rows stored or given up, over all sessions.", counters.settled),
-        ("requests_in_flight", "Requests with the server.", counters.in_flight),
-        ("requests_limit", "Requests that may be with the server.", counters.request_limit),
+        ("requests_in_flight", "Requests with the servers, all together.", counters.in_flight),
+        (
+            "requests_limit",
+            "Requests that may be with the servers, all together.",
+            counters.request_limit,
+        ),
         ("budget_bytes", "Bytes of dumps that are allowed at a time.", counters.budget_bytes),
         ("budget_used_bytes", "Of these, what is taken or promised.", counters.shm_bytes),
     ):

@@ -135,8 +135,8 @@ from extractor.terminal import print_json, run_async
 )
 @click.option(
     "--metrics-host",
-    default=DEFAULT_HOST,
-    show_default=True,
+    default=None,
+    show_default=DEFAULT_HOST,
     help="The address to serve them at. Whoever reaches it can read them.",
 )
 @click.option(
@@ -155,7 +155,7 @@ def run_command(
     num_movers: int | None,
     dry_run: bool,
     metrics_port: int | None,
-    metrics_host: str,
+    metrics_host: str | None,
     as_json: bool,
     log_json: bool,
     **values: Any,
@@ -166,6 +166,10 @@ def run_command(
     their content; patterns; directories of Hugging Face data sets; or - for standard input.
     """
     reporter: Reporter = reporter_for(as_json=log_json)
+    if metrics_host is not None and metrics_port is None:
+        raise UsageError(
+            "--metrics-host without --metrics-port serves nothing: name a port (0 takes a free one)"
+        )
     arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
     options = RunOptions(
         prompts=prompts,
@@ -201,7 +205,7 @@ def run_command(
         if metrics_port is not None:
             metrics = Metrics()
             server = stack.enter_context(
-                MetricsServer(metrics, port=metrics_port, host=metrics_host)
+                MetricsServer(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
             )
             reporter.note(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)

@@ -167,6 +167,9 @@ def test_metrics_that_cannot_be_served_are_told_before_anything_starts(
     assert f"--metrics-port {port}: cannot listen on 127.0.0.1 (Address already in use)" in (
         ran.stderr
     )
+    ran = tool.run(prompts_path, tmp_path / "out", fake, "--metrics-host", "127.0.0.1")
+    assert ran.returncode == 2
+    assert "--metrics-host without --metrics-port serves nothing" in ran.stderr
     (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError\n")
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     tool.environment = {"PYTHONPATH": python_path}

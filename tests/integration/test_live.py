@@ -331,6 +331,8 @@ def test_a_scrape_shows_the_counters_of_the_moment() -> None:
     assert values["extractor_rows_stored_total", none] == 5
     assert values["extractor_tokens_total", none] == 400
     assert values["extractor_rows_failed_total", frozenset({("reason", "too_long")})] == 1
+    for reason in set(Reason) - {Reason.TOO_LONG}:
+        assert values["extractor_rows_failed_total", frozenset({("reason", reason.value)})] == 0
     assert values["extractor_requests_in_flight", none] == 3
     assert values["extractor_budget_used_bytes", none] == 100
     assert values["extractor_queue_length", frozenset({("queue", "mover")})] == 5
