@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -40,6 +41,9 @@ def page(look: Look) -> RenderableType:
         parts += [_bar(look.begun), _rows(look.begun, None if look.is_over else look.live)]
     if look.live is not None:
         parts.append(_session(look.live, is_over=look.is_over))
+        servers = look.live.session["now"]["servers"]
+        if not look.is_over and _are_worth_a_table(servers):
+            parts += [Rule(style="dim"), _servers(servers)]
         # The session's last second is not in it: a run takes its file with it.
         title = "stages, as last told before the end" if look.is_over else ""
         parts += [Rule(title, style="dim"), _stages(look.live.session["stages"])]
@@ -64,6 +68,7 @@ def line(look: Look) -> str:
             parts += [
                 f"{now['tokens_per_s']:,.0f} tok/s now",
                 f"{now['in_flight']} in flight",
+                *_servers_in_short(now["servers"]),
                 f"shm {amount(now['shm_bytes'])} of {amount(now['budget_bytes'])}",
                 f"ETA {_eta(look.begun, look.live)}",
             ]
@@ -73,6 +78,12 @@ def line(look: Look) -> str:
             f"{milliseconds(residency['p99_ms'] / 1e3)} p99",
         ]
     return f"{', '.join(parts)}; {_standing(look)}"
+
+
+def _servers_in_short(servers: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not _are_worth_a_table(servers):
+        return []
+    return [f"{sum(server['is_up'] for server in servers)} of {len(servers)} servers up"]
 
 
 def _standing(look: Look) -> str:
@@ -189,6 +200,27 @@ def _stages(stages: Mapping[str, Mapping[str, float]]) -> Table:
             name,
             f"{figures['count']:,}",
             *(milliseconds(figures[f"{kind}_ms"] / 1e3) for kind in ("p50", "p99", "max")),
+        )
+    return grid
+
+
+def _are_worth_a_table(servers: Sequence[Mapping[str, Any]]) -> bool:
+    """What one server does is what the session does."""
+    return len(servers) > 1 or not all(server["is_up"] for server in servers)
+
+
+def _servers(servers: Sequence[Mapping[str, Any]]) -> Table:
+    grid = Table.grid(padding=(0, _GAP), expand=True)
+    grid.add_column(overflow="fold", ratio=1)
+    for _ in range(3):
+        grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(*(Text(name, style="dim") for name in ("server", "", "in flight", "answered")))
+    for server in servers:
+        grid.add_row(
+            server["url"],
+            Text("up", style="green") if server["is_up"] else Text("away", style="yellow"),
+            f"{server['in_flight']:,} of {server['request_limit']:,}",
+            f"{server['prompts']:,}",
         )
     return grid
 

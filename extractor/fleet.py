@@ -25,7 +25,7 @@ from extractor.concurrency import MOST_LIMIT, Auto, Fixed, Limiter
 from extractor.config import Identity, RunOptions
 from extractor.errors import ExtractorError, ServerError, ServerGone, ServerUnreachable, first_known
 from extractor.exchange import Exchange, Unanswered
-from extractor.measurements import Counters
+from extractor.measurements import Counters, ServerNow
 from extractor.plan import Limits
 from extractor.preflight import Target, require_dump_directory, require_probe
 from extractor.progress import Say
@@ -57,16 +57,31 @@ class Member:
     def url(self) -> str:
         return self.client.url
 
+    @property
+    def num_prompts(self) -> int:
+        """It answered, in this session."""
+        return sum(start.num_prompts for start in self.starts)
+
+    @property
+    def now(self) -> ServerNow:
+        gate = None if self.exchange is None else self.exchange.watch.gate
+        return ServerNow(
+            url=self.url,
+            is_up=gate is not None and gate.is_open,
+            in_flight=0 if gate is None else gate.num_in_flight,
+            request_limit=0 if gate is None else gate.limit,
+            num_prompts=self.num_prompts,
+        )
+
     def to_text(self) -> str:
         """How many requests it had at a time, for the end of a run."""
         if not self.starts:
             return "it never answered"
-        num_prompts = sum(start.num_prompts for start in self.starts)
         limiter = self.starts[-1].watch.limiter
-        text = f"{limiter.limit} at a time ({limiter.kind}); {num_prompts:,} prompts"
+        text = f"{limiter.limit} at a time ({limiter.kind}); {self.num_prompts:,} prompts"
         if isinstance(limiter, Fixed) and limiter.limit < limiter.room:
             text = f"{limiter.room} at a time (fixed), {limiter.limit} after refusals; " + (
-                f"{num_prompts:,} prompts"
+                f"{self.num_prompts:,} prompts"
             )
         if len(self.starts) > 1:
             text += f"; it came back, {counted(len(self.starts), 'start')}"
@@ -155,11 +170,6 @@ class Fleet:
     @property
     def num_in_flight(self) -> int:
         return sum(gate.num_in_flight for gate in self._turns.gates)
-
-    @property
-    def limit(self) -> int:
-        """Requests that all servers together may have now."""
-        return sum(gate.limit for gate in self._turns.gates)
 
     @property
     def _up(self) -> list[Exchange]:

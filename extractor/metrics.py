@@ -116,6 +116,26 @@ def _families(counters: Counters) -> Iterator[Metric]:
         ("budget_used_bytes", "Of these, what is taken or promised.", counters.shm_bytes),
     ):
         yield GaugeMetricFamily(f"extractor_{name}", what, value=value)
+    up = GaugeMetricFamily(
+        "extractor_server_up", "1: prompts are sent to it; 0: it is away.", labels=["server"]
+    )
+    in_flight = GaugeMetricFamily(
+        "extractor_server_requests_in_flight", "Requests with this server.", labels=["server"]
+    )
+    limit = GaugeMetricFamily(
+        "extractor_server_requests_limit",
+        "Requests that may be with this server; 0 while it is away.",
+        labels=["server"],
+    )
+    answered = CounterMetricFamily(
+        "extractor_server_prompts", "Prompts it answered, this session.", labels=["server"]
+    )
+    for server in counters.servers:
+        up.add_metric([server.url], server.is_up)
+        in_flight.add_metric([server.url], server.in_flight)
+        limit.add_metric([server.url], server.request_limit)
+        answered.add_metric([server.url], server.num_prompts)
+    yield from (up, in_flight, limit, answered)
     queue = GaugeMetricFamily(
         "extractor_queue_length",
         "Prompts that wait for room in the budget; samples that wait for a mover.",

@@ -23,7 +23,7 @@ from extractor.dashboard import line, page
 from extractor.errors import MissingExtra, OutputBusy, UsageError
 from extractor.live import LIVE_NAME, LiveFile, read_live
 from extractor.lock import LOCK_NAME, exclusive
-from extractor.measurements import Counters, Stage
+from extractor.measurements import Counters, ServerNow, Stage
 from extractor.metrics import Metrics, MetricsServer
 from extractor.run import run
 from extractor.status import read_status
@@ -55,7 +55,11 @@ def some_counters() -> Counters:
     counters = Counters(num_rows=10, stored=4, tokens=400, stored_bytes=4000)
     counters.failed_by_reason[Reason.TOO_LONG] += 1
     counters.observe(
-        in_flight=3, request_limit=8, shm_bytes=100, budget_bytes=1000, budget_queue=2,
+        servers=(
+            ServerNow(url="http://a:1", is_up=True, in_flight=3, request_limit=8, num_prompts=6),
+            ServerNow(url="http://b:2", is_up=False, in_flight=0, request_limit=0, num_prompts=4),
+        ),
+        shm_bytes=100, budget_bytes=1000, budget_queue=2,
         mover_queue=5,
     )  # fmt: skip
     counters.stages[Stage.RESIDENCY].add(0.02)
@@ -285,9 +289,10 @@ async def test_the_page_says_all_of_it_in_any_width(
     for what in (
         "100.0 %", "6 of 6 rows", "3 of 8", "100 B of 1000 B", "bad_json", "is at work",
         "dump under its root", "20.0 ms", "speed now", "mean speed", "time left", "boundaries",
+        "http://a:1", "away", "answered",
     ):  # fmt: skip
         assert what in text, (what, text)
-    assert "3 in flight, shm 100 B of 1000 B" in line(look)
+    assert "3 in flight, 1 of 2 servers up, shm 100 B of 1000 B" in line(look)
     assert "dumps lie 20.0 ms p50, 20.0 ms p99" in line(look)
 
 
@@ -334,6 +339,15 @@ def test_a_scrape_shows_the_counters_of_the_moment() -> None:
     for reason in set(Reason) - {Reason.TOO_LONG}:
         assert values["extractor_rows_failed_total", frozenset({("reason", reason.value)})] == 0
     assert values["extractor_requests_in_flight", none] == 3
+    for url, up, in_flight, limit, prompts in (
+        ("http://a:1", 1, 3, 8, 6),
+        ("http://b:2", 0, 0, 0, 4),
+    ):
+        server = frozenset({("server", url)})
+        assert values["extractor_server_up", server] == up
+        assert values["extractor_server_requests_in_flight", server] == in_flight
+        assert values["extractor_server_requests_limit", server] == limit
+        assert values["extractor_server_prompts_total", server] == prompts
     assert values["extractor_budget_used_bytes", none] == 100
     assert values["extractor_queue_length", frozenset({("queue", "mover")})] == 5
     name = "extractor_stage_duration_seconds"

@@ -13,7 +13,7 @@ from datetime import datetime
 import pytest
 from helpers import Notes
 
-from extractor.measurements import Counters
+from extractor.measurements import Counters, ServerNow
 from extractor.progress import (
     LEAST_BAR,
     LINE_INTERVAL_S,
@@ -84,7 +84,10 @@ def test_where_there_is_little_room_the_figures_that_matter_stay(num_rows: int) 
     counters.pace.note(0.0, tokens=0, rows=0)
     counters.pace.note(1.0, tokens=153_326, rows=0)
     counters.failed_by_reason.update(ONE_FAILED)
-    counters.in_flight, counters.request_limit = 12, 16
+    counters.servers = (
+        ServerNow(url="a", is_up=True, in_flight=5, request_limit=8, num_prompts=9),
+        ServerNow(url="b", is_up=True, in_flight=7, request_limit=8, num_prompts=9),
+    )
     shown = {}
     for columns in (60, 80, 200):
         ours, theirs = pty.openpty()
