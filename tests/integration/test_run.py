@@ -434,7 +434,7 @@ async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_to
         await run(options_for(server, path, tmp_path / "out"), notes)
     assert_whole(tmp_path / "out", prompts)
     told = "\n".join(notes.messages)
-    assert "serves nothing (last: HTTP 503: queue is full); prompts wait" in told
+    assert "serves nothing (last: HTTP 503: queue is full); its prompts wait" in told
     assert "serves again" in told
     assert notes.of_servers[:2] == [
         ("server_silent", "warning", server.url),
