@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
+
+from extractor.log_line import asks_for_objects, log_line
 
 
 def main() -> NoReturn:
@@ -11,7 +14,10 @@ def main() -> NoReturn:
     try:
         from extractor.cli import main as command_line
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        told = "interrupted"
+        if asks_for_objects(sys.argv[1:], os.environ):
+            told = log_line(told, event="error", level="error", exit_status=130)
+        print(told, file=sys.stderr)
         sys.exit(130)
     command_line()
 

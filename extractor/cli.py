@@ -22,7 +22,7 @@ from extractor.commands.status import status_command
 from extractor.commands.verify import verify_command
 from extractor.errors import Interrupted, exit_code, first_known
 from extractor.options import Commands
-from extractor.terminal import note
+from extractor.terminal import note, tell_error
 
 
 @click.group(
@@ -63,22 +63,27 @@ def main() -> NoReturn:
         # Not standalone, click returns what `context.exit` was given instead of exiting.
         status = cli.main(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        tell_error(error.format_message(), exit_status=error.exit_code, otherwise=error.show)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        note("interrupted")
-        sys.exit(Interrupted.exit_code)
+        code = Interrupted.exit_code
+        tell_error("interrupted", exit_status=code, otherwise=lambda: note("interrupted"))
+        sys.exit(code)
     except BrokenPipeError:
         # The reader of our output went away, as `head` does: not our error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except BaseException as error:
         shown = first_known(error)
-        code = exit_code(shown)
-        if code is None:
+        known = exit_code(shown)
+        if known is None:
             raise  # a defect: the traceback is the report
-        if verbose:
-            traceback.print_exception(error)
-        note(f"extractor: {shown}")
-        sys.exit(code)
+        lines = traceback.format_exception(error) if verbose else []
+
+        def as_text() -> None:
+            note(f"{''.join(lines)}extractor: {shown}")
+
+        fields = {"traceback": lines} if verbose else {}
+        tell_error(str(shown), exit_status=known, otherwise=as_text, **fields)
+        sys.exit(known)
     sys.exit(status or 0)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
 from rich.table import Table
@@ -18,6 +22,7 @@ from manifest.states import State
 
 #: What `.live.json` says is told with its age from here on.
 OLD_S = 5.0
+_GAP = 2  # columns between figures
 _STAGE_NAMES = {
     Stage.REQUEST: "request",
     Stage.ARRIVAL: "dump after answer",
@@ -33,10 +38,15 @@ def page(look: Look) -> RenderableType:
     """All there is to see, for a terminal of any width."""
     parts: list[RenderableType] = [_title(look)]
     if look.begun is not None:
-        parts += [_bar(look.begun), _rows(look.begun, look.live)]
+        parts += [_bar(look.begun), _rows(look.begun, None if look.is_over else look.live)]
     if look.live is not None:
         parts.append(_session(look.live, is_over=look.is_over))
-        parts += [Rule(style="dim"), _stages(look.live.session["stages"])]
+        servers = look.live.session["now"]["servers"]
+        if not look.is_over and _are_worth_a_table(servers):
+            parts += [Rule(style="dim"), _servers(servers)]
+        # The session's last second is not in it: a run takes its file with it.
+        title = "stages, as last told before the end" if look.is_over else ""
+        parts += [Rule(title, style="dim"), _stages(look.live.session["stages"])]
     if look.begun is not None and look.begun.totals.by_reason:
         parts += [Rule(style="dim"), _failures(look.begun)]
     return Group(*parts)
@@ -46,9 +56,8 @@ def line(look: Look) -> str:
     """The same in a line."""
     if look.begun is None:
         return f"{look.out}: {_standing(look)}"
-    settled = _settled(look.begun)
     parts = [
-        f"{settled:,}/{look.begun.num_rows:,} rows",
+        f"{look.begun.num_settled:,}/{look.begun.num_rows:,} rows",
         f"{look.begun.totals.by_state.get(State.FAILED, 0):,} failed",
         f"{amount(look.begun.totals.stored_bytes)} stored",
     ]
@@ -59,6 +68,7 @@ def line(look: Look) -> str:
             parts += [
                 f"{now['tokens_per_s']:,.0f} tok/s now",
                 f"{now['in_flight']} in flight",
+                *_servers_in_short(now["servers"]),
                 f"shm {amount(now['shm_bytes'])} of {amount(now['budget_bytes'])}",
                 f"ETA {_eta(look.begun, look.live)}",
             ]
@@ -70,9 +80,18 @@ def line(look: Look) -> str:
     return f"{', '.join(parts)}; {_standing(look)}"
 
 
+def _servers_in_short(servers: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not _are_worth_a_table(servers):
+        return []
+    return [f"{sum(server['is_up'] for server in servers)} of {len(servers)} servers up"]
+
+
 def _standing(look: Look) -> str:
+    if look.is_done:
+        return "done"
     if look.writer is None:
-        return "no run is going on"
+        left = "" if look.begun is None else f" ({counted(look.begun.num_left, 'row')} left)"
+        return f"the run ended unfinished{left}; the same command goes on"
     if look.begun is None:
         return f"process {look.writer} is starting"
     if look.live is None:
@@ -83,9 +102,11 @@ def _standing(look: Look) -> str:
 
 
 def _title(look: Look) -> Text:
-    title = Text(no_wrap=True, overflow="ellipsis")
+    title = Text(overflow="fold")
     title.append(f"{look.out}", style="bold")
-    title.append(f"  {_standing(look)}", style="yellow" if look.is_over else "green")
+    title.append(
+        f"  {_standing(look)}", style="yellow" if look.is_over and not look.is_done else "green"
+    )
     if look.begun is not None:
         identity = look.begun.identity
         title.append(
@@ -97,7 +118,7 @@ def _title(look: Look) -> Text:
 
 
 def _bar(begun: Begun) -> Table:
-    settled = _settled(begun)
+    settled = begun.num_settled
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True)
@@ -109,21 +130,21 @@ def _bar(begun: Begun) -> Table:
     return grid
 
 
-def _rows(begun: Begun, live: Live | None) -> Table:
+def _rows(begun: Begun, live: Live | None) -> _Figures:
     stored = begun.totals.by_state.get(State.STORED, 0)
     failed = begun.totals.by_state.get(State.FAILED, 0)
     cells: list[tuple[str, str | Text]] = [
         ("stored", f"{stored:,}"),
         ("failed", Text(f"{failed:,}", style="red" if failed else "")),
-        ("left", f"{begun.num_rows - stored - failed:,}"),
+        ("left", f"{begun.num_left:,}"),
         ("tokens", f"{begun.totals.stored_tokens:,}"),
         ("bytes", amount(begun.totals.stored_bytes)),
         ("time left", "-" if live is None else _eta(begun, live)),
     ]
-    return _figures(cells)
+    return _Figures(cells)
 
 
-def _session(live: Live, *, is_over: bool) -> Table:
+def _session(live: Live, *, is_over: bool) -> _Figures:
     session, now = live.session, live.session["now"]
     seconds = max(session["seconds"], 1e-9)
     cells: list[tuple[str, str | Text]] = [
@@ -142,21 +163,29 @@ def _session(live: Live, *, is_over: bool) -> Table:
             ("wait for mover", f"{now['mover_queue']:,}"),
         ]
     cells.append(("sent again", f"{session['retried']:,}"))
-    return _figures(cells)
+    return _Figures(cells)
 
 
-def _figures(cells: list[tuple[str, str | Text]]) -> Table:
-    """Names and values, two of each in a row."""
-    grid = Table.grid(padding=(0, 2), expand=True)
-    for _ in range(2):
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(justify="right", no_wrap=True, ratio=1)
-    for start in range(0, len(cells), 2):
-        row: list[str | Text] = []
-        for name, value in cells[start : start + 2]:
-            row += [name, value]
-        grid.add_row(*row)
-    return grid
+@dataclass(frozen=True)
+class _Figures:
+    """Names and values: two of each in a row, or one where that would cut them."""
+
+    cells: list[tuple[str, str | Text]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = (cell_len(name) for name, _ in self.cells)
+        values = (cell_len(str(value)) for _, value in self.cells)
+        is_wide = 2 * (max(names) + max(values)) + 3 * _GAP <= options.max_width
+        yield self._in_rows(2 if is_wide else 1)
+
+    def _in_rows(self, per_row: int) -> Table:
+        grid = Table.grid(padding=(0, _GAP), expand=True)
+        for _ in range(per_row):
+            grid.add_column(style="dim", no_wrap=True)
+            grid.add_column(justify="right", no_wrap=True, ratio=1)
+        for start in range(0, len(self.cells), per_row):
+            grid.add_row(*chain.from_iterable(self.cells[start : start + per_row]))
+        return grid
 
 
 def _stages(stages: Mapping[str, Mapping[str, float]]) -> Table:
@@ -175,6 +204,27 @@ def _stages(stages: Mapping[str, Mapping[str, float]]) -> Table:
     return grid
 
 
+def _are_worth_a_table(servers: Sequence[Mapping[str, Any]]) -> bool:
+    """What one server does is what the session does."""
+    return len(servers) > 1 or not all(server["is_up"] for server in servers)
+
+
+def _servers(servers: Sequence[Mapping[str, Any]]) -> Table:
+    grid = Table.grid(padding=(0, _GAP), expand=True)
+    grid.add_column(overflow="fold", ratio=1)
+    for _ in range(3):
+        grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(*(Text(name, style="dim") for name in ("server", "", "in flight", "answered")))
+    for server in servers:
+        grid.add_row(
+            server["url"],
+            Text("up", style="green") if server["is_up"] else Text("away", style="yellow"),
+            f"{server['in_flight']:,} of {server['request_limit']:,}",
+            f"{server['prompts']:,}",
+        )
+    return grid
+
+
 def _failures(begun: Begun) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
@@ -184,15 +234,9 @@ def _failures(begun: Begun) -> Table:
     return grid
 
 
-def _settled(begun: Begun) -> int:
-    states = begun.totals.by_state
-    return states.get(State.STORED, 0) + states.get(State.FAILED, 0)
-
-
 def _eta(begun: Begun, live: Live) -> str:
     """From the rows of late; they are not equally long, so it is about so long."""
     rows_per_s = float(live.session["now"]["rows_per_s"])
-    left = begun.num_rows - _settled(begun)
-    if left == 0:
+    if not begun.num_left:
         return "none"
-    return "-" if rows_per_s <= 0 else duration(left / rows_per_s)
+    return "-" if rows_per_s <= 0 else duration(begun.num_left / rows_per_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
@@ -17,6 +17,7 @@ from extractor.files import free_bytes, unlink_all
 from extractor.measurements import Counters, Stage
 from extractor.plan import Request, dump_bytes, make_rid, rid_prefix
 from extractor.preflight import Target
+from extractor.progress import Say
 from extractor.retry import Failure
 from extractor.server_watch import ServerWatch
 from extractor.tables import amount
@@ -61,7 +62,7 @@ class Exchange:
         layout: Layout,
         limiter: Limiter,
         turns: Turns,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         """`collector`: of an earlier exchange with the same start of the server; None: there was
         none. `say`: tells a person what the run waits for."""

@@ -25,9 +25,10 @@ from extractor.concurrency import MOST_LIMIT, Auto, Fixed, Limiter
 from extractor.config import Identity, RunOptions
 from extractor.errors import ExtractorError, ServerError, ServerGone, ServerUnreachable, first_known
 from extractor.exchange import Exchange, Unanswered
-from extractor.measurements import Counters
+from extractor.measurements import Counters, ServerNow
 from extractor.plan import Limits
 from extractor.preflight import Target, require_dump_directory, require_probe
+from extractor.progress import Say
 from extractor.retry import Failure, is_convicted
 from extractor.tables import counted
 from extractor.targets import require_alike, require_no_stricter, require_target
@@ -56,16 +57,31 @@ class Member:
     def url(self) -> str:
         return self.client.url
 
+    @property
+    def num_prompts(self) -> int:
+        """It answered, in this session."""
+        return sum(start.num_prompts for start in self.starts)
+
+    @property
+    def now(self) -> ServerNow:
+        gate = None if self.exchange is None else self.exchange.watch.gate
+        return ServerNow(
+            url=self.url,
+            is_up=gate is not None and gate.is_open,
+            in_flight=0 if gate is None else gate.num_in_flight,
+            request_limit=0 if gate is None else gate.limit,
+            num_prompts=self.num_prompts,
+        )
+
     def to_text(self) -> str:
         """How many requests it had at a time, for the end of a run."""
         if not self.starts:
             return "it never answered"
-        num_prompts = sum(start.num_prompts for start in self.starts)
         limiter = self.starts[-1].watch.limiter
-        text = f"{limiter.limit} at a time ({limiter.kind}); {num_prompts:,} prompts"
+        text = f"{limiter.limit} at a time ({limiter.kind}); {self.num_prompts:,} prompts"
         if isinstance(limiter, Fixed) and limiter.limit < limiter.room:
             text = f"{limiter.room} at a time (fixed), {limiter.limit} after refusals; " + (
-                f"{num_prompts:,} prompts"
+                f"{self.num_prompts:,} prompts"
             )
         if len(self.starts) > 1:
             text += f"; it came back, {counted(len(self.starts), 'start')}"
@@ -119,7 +135,7 @@ class Fleet:
         counters: Counters,
         run_id: str,
         suspects: dict[int, int],
-        say: Callable[[str], None],
+        say: Say,
         resized: Callable[[int], None],
     ) -> None:
         """`members`: one at least has a target. `suspects`: prompts that a dying server had not
@@ -154,11 +170,6 @@ class Fleet:
     @property
     def num_in_flight(self) -> int:
         return sum(gate.num_in_flight for gate in self._turns.gates)
-
-    @property
-    def limit(self) -> int:
-        """Requests that all servers together may have now."""
-        return sum(gate.limit for gate in self._turns.gates)
 
     @property
     def _up(self) -> list[Exchange]:
@@ -225,7 +236,11 @@ class Fleet:
         while True:
             if member.exchange is None:
                 self._join(member, await self._proven_again(member))
-                self._say(f"the server at {member.url} is proven, and used from now on")
+                self._say(
+                    f"the server at {member.url} is proven, and used from now on",
+                    event="server_back",
+                    server=member.url,
+                )
             assert member.exchange is not None
             try:
                 await member.exchange.run()
@@ -282,7 +297,10 @@ class Fleet:
         self._say(
             f"{str(error).partition('. ')[0]}. The run goes on with "
             f"{', '.join(other.url for other in self.members if other.exchange is not None)}, and "
-            f"uses {member.url} again when a server is back there."
+            f"uses {member.url} again when a server is back there.",
+            event="server_lost",
+            level="warning",
+            server=member.url,
         )
 
     def _judge(self, unanswered: Sequence[Unanswered], *, is_dead: bool) -> None:
@@ -317,7 +335,12 @@ class Fleet:
             except ExtractorError as error:
                 if str(error) != told:
                     told = str(error)
-                    self._say(f"{member.url} is not used: {told}")
+                    self._say(
+                        f"{member.url} is not used: {told}",
+                        event="server_unfit",
+                        level="warning",
+                        server=member.url,
+                    )
             for start in member.starts:
                 start.tidy()
             await asyncio.sleep(RETURN_PAUSE_S)

@@ -144,6 +144,17 @@ class Pace:
         return (last[which] - first[which]) / max(last[0] - first[0], 1e-9)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerNow:
+    """One server of the run at one moment."""
+
+    url: str
+    is_up: bool  # prompts are sent to it
+    in_flight: int  # requests
+    request_limit: int  # requests that may be; 0 while it is away
+    num_prompts: int  # it answered in this session
+
+
 @dataclass(kw_only=True)
 class Counters:
     """The session in numbers, as they change. Owned by the run; whoever shows them only reads."""
@@ -161,12 +172,21 @@ class Counters:
     started: float = field(default_factory=time.monotonic)
 
     # Of this moment, as of the last `observe`.
-    in_flight: int = 0  # requests with the server
-    request_limit: int = 0  # requests that may be
+    servers: tuple[ServerNow, ...] = ()
     shm_bytes: int = 0  # held of the budget
     budget_bytes: int = 0  # the budget
     budget_queue: int = 0  # prompts that wait for room in it
     mover_queue: int = 0  # samples that wait for a mover
+
+    @property
+    def in_flight(self) -> int:
+        """Requests with the servers, all together."""
+        return sum(server.in_flight for server in self.servers)
+
+    @property
+    def request_limit(self) -> int:
+        """Requests that may be with the servers, all together."""
+        return sum(server.request_limit for server in self.servers)
 
     @property
     def failed(self) -> int:
@@ -192,15 +212,14 @@ class Counters:
     def observe(
         self,
         *,
-        in_flight: int,
-        request_limit: int,
+        servers: tuple[ServerNow, ...],
         shm_bytes: int,
         budget_bytes: int,
         budget_queue: int,
         mover_queue: int,
     ) -> None:
         """Note how things stand at this moment, and how fast they go of late."""
-        self.in_flight, self.request_limit = in_flight, request_limit
+        self.servers = servers
         self.shm_bytes, self.budget_bytes = shm_bytes, budget_bytes
         self.budget_queue, self.mover_queue = budget_queue, mover_queue
         self.pace.note(time.monotonic(), tokens=self.tokens, rows=self.settled)

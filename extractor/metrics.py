@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from extractor.errors import MissingExtra, UsageError
 from extractor.measurements import Counters
+from manifest.states import Reason
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -99,18 +100,42 @@ def _families(counters: Counters) -> Iterator[Metric]:
     failed = CounterMetricFamily(
         "extractor_rows_failed", "Rows given up, this session, by reason.", labels=["reason"]
     )
-    for reason, count in list(counters.failed_by_reason.items()):
-        failed.add_metric([reason.value], count)
+    for reason in Reason:  # those without a row too: a series that begins at 1 shows no increase
+        failed.add_metric([reason.value], counters.failed_by_reason[reason])
     yield failed
     for name, what, value in (
         ("rows", "Rows of the input.", counters.num_rows),
         ("rows_settled", "Rows stored or given up, over all sessions.", counters.settled),
-        ("requests_in_flight", "Requests with the server.", counters.in_flight),
-        ("requests_limit", "Requests that may be with the server.", counters.request_limit),
+        ("requests_in_flight", "Requests with the servers, all together.", counters.in_flight),
+        (
+            "requests_limit",
+            "Requests that may be with the servers, all together.",
+            counters.request_limit,
+        ),
         ("budget_bytes", "Bytes of dumps that are allowed at a time.", counters.budget_bytes),
         ("budget_used_bytes", "Of these, what is taken or promised.", counters.shm_bytes),
     ):
         yield GaugeMetricFamily(f"extractor_{name}", what, value=value)
+    up = GaugeMetricFamily(
+        "extractor_server_up", "1: prompts are sent to it; 0: it is away.", labels=["server"]
+    )
+    in_flight = GaugeMetricFamily(
+        "extractor_server_requests_in_flight", "Requests with this server.", labels=["server"]
+    )
+    limit = GaugeMetricFamily(
+        "extractor_server_requests_limit",
+        "Requests that may be with this server; 0 while it is away.",
+        labels=["server"],
+    )
+    answered = CounterMetricFamily(
+        "extractor_server_prompts", "Prompts it answered, this session.", labels=["server"]
+    )
+    for server in counters.servers:
+        up.add_metric([server.url], server.is_up)
+        in_flight.add_metric([server.url], server.in_flight)
+        limit.add_metric([server.url], server.request_limit)
+        answered.add_metric([server.url], server.num_prompts)
+    yield from (up, in_flight, limit, answered)
     queue = GaugeMetricFamily(
         "extractor_queue_length",
         "Prompts that wait for room in the budget; samples that wait for a mover.",

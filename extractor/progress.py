@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
 from typing import Never, Protocol, TextIO
 
-import orjson
 from tqdm import tqdm
 
+from extractor.log_line import log_line
 from extractor.measurements import Counters
 from extractor.report import session_document
+from extractor.tables import amount
 
 LINE_INTERVAL_S = 30.0
+#: Columns of a bar, at least, before figures are left out for it.
+LEAST_BAR = 8
+_BEFORE_BAR, _AFTER_BAR = "{percentage:3.0f}%|", "| {n_fmt}/{total_fmt} [ETA {remaining}{postfix}]"
+
+
+class Say(Protocol):
+    """How the parts of a run tell what happens: `Reporter.note`."""
+
+    def __call__(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None: ...
 
 
 class Reporter(Protocol):
@@ -44,12 +55,12 @@ class BarReporter:
             self._bar = tqdm(
                 total=counters.num_rows,
                 initial=counters.settled_before,
-                unit=" rows",
                 file=self._stream,
                 dynamic_ncols=True,
+                bar_format=f"{_BEFORE_BAR}{{bar}}{_AFTER_BAR}",
             )
         self._bar.n = counters.settled
-        self._bar.set_postfix_str(_figures(counters), refresh=False)
+        self._bar.set_postfix_str(_that_fit(self._bar, _figures(counters)), refresh=False)
         self._bar.refresh()
 
     def note(self, message: str, **_: object) -> None:
@@ -86,7 +97,9 @@ class LineReporter:
 
     def update(self, counters: Counters) -> None:
         if self._interval.is_due():
-            self.note(f"{counters.settled}/{counters.num_rows} rows, {_figures(counters)}")
+            self.note(
+                f"{counters.settled}/{counters.num_rows} rows, {', '.join(_figures(counters))}"
+            )
 
     def note(self, message: str, **_: object) -> None:
         print(message, file=self._stream, flush=True)
@@ -99,7 +112,7 @@ class JsonReporter:
     """The same lines as JSON objects, one a line, for logs that programs read.
 
     Every object has `time` (UTC, ISO 8601), `level` (info, warning or error), `event` and
-    `message`; `progress` has the session's document, `row_failed` the row and its reason.
+    `message`, and what else docs/observability.md has of its event.
     """
 
     def __init__(
@@ -111,7 +124,7 @@ class JsonReporter:
     def update(self, counters: Counters) -> None:
         if self._interval.is_due():
             self.note(
-                f"{counters.settled}/{counters.num_rows} rows, {_figures(counters)}",
+                f"{counters.settled}/{counters.num_rows} rows, {', '.join(_figures(counters))}",
                 event="progress",
                 session=session_document(counters),
             )
@@ -119,14 +132,7 @@ class JsonReporter:
     def note(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
-        line = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "level": level,
-            "event": event,
-            "message": message,
-            **fields,
-        }
-        print(orjson.dumps(line, default=str).decode(), file=self._stream, flush=True)
+        print(log_line(message, event=event, level=level, **fields), file=self._stream, flush=True)
 
     def close(self) -> None:
         pass
@@ -160,10 +166,26 @@ def reporter_for(stream: TextIO = sys.stderr, *, as_json: bool = False) -> Repor
     return BarReporter(stream) if stream.isatty() else LineReporter(stream)
 
 
-def _figures(counters: Counters) -> str:
+def _that_fit(bar: tqdm[Never], figures: Sequence[str]) -> str:
+    """As many of the figures, from the first on, as leave room for a bar that can be read."""
+    parts = bar.format_dict
+    width = parts["ncols"]
+    parts |= {"bar_format": f"{_BEFORE_BAR}{_AFTER_BAR}", "ncols": None}
+    for number in range(len(figures), 1, -1):
+        postfix = ", ".join(figures[:number])
+        without_bar = tqdm.format_meter(**{**parts, "postfix": postfix})
+        if width is None or len(without_bar) + LEAST_BAR <= width:
+            return postfix
+    return figures[0]
+
+
+def _figures(counters: Counters) -> tuple[str, ...]:
+    """The first are the most telling: where there is little room, the last are left out."""
     return (
-        f"{counters.pace.tokens_per_s:,.0f} tok/s (mean {counters.tokens_per_s:,.0f}), "
-        f"{counters.gigabytes_per_s:.3f} GB/s, shm {counters.shm_bytes / 1e6:,.0f} MB, "
-        f"{counters.in_flight}/{counters.request_limit} in flight, "
-        f"{counters.failed} failed"
+        f"{counters.failed:,} failed",
+        f"{counters.in_flight}/{counters.request_limit} in flight",
+        f"{counters.pace.tokens_per_s:,.0f} tok/s",
+        f"shm {amount(counters.shm_bytes)}",
+        f"mean {counters.tokens_per_s:,.0f} tok/s",
+        f"{counters.gigabytes_per_s:.3f} GB/s",
     )

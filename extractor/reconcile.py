@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from extractor.progress import Say
 from extractor.shards import (
     is_whole_on_disk,
     lost_rows,
@@ -39,9 +39,7 @@ class Reconciled:
     next_number: int  # of a new shard
 
 
-async def reconcile(
-    owner: StoreOwner, directory: Path, *, note: Callable[[str], None]
-) -> Reconciled:
+async def reconcile(owner: StoreOwner, directory: Path, *, note: Say) -> Reconciled:
     """Reopen shards whose end is gone, note those that were sealed, and tell which are open.
 
     Raises UsageError for shards that the manifest should know of and does not, OSError.
@@ -64,7 +62,8 @@ async def reconcile(
         if lost:
             note(
                 f"{directory / shard.name}: the bytes of {counted(len(lost), 'stored sample')} "
-                "are gone; they are extracted again"
+                "are gone; they are extracted again",
+                level="warning",
             )
             # The name first: until the manifest knows, the same samples are found lost again.
             reopen_on_disk(directory, shard)

@@ -66,6 +66,16 @@ def session_document(counters: Counters) -> dict[str, Any]:
         "now": {
             "tokens_per_s": counters.pace.tokens_per_s,
             "rows_per_s": counters.pace.rows_per_s,
+            "servers": [
+                {
+                    "url": server.url,
+                    "is_up": server.is_up,
+                    "in_flight": server.in_flight,
+                    "request_limit": server.request_limit,
+                    "prompts": server.num_prompts,
+                }
+                for server in counters.servers
+            ],
             "in_flight": counters.in_flight,
             "request_limit": counters.request_limit,
             "shm_bytes": counters.shm_bytes,

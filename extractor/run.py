@@ -144,7 +144,11 @@ async def _run_until_done(
             if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
                 raise
             what = str(gone).removesuffix(RESTART_ADVICE).rstrip()
-            reporter.note(f"{what}\nwaiting up to {options.server_wait_s:.0f} s for it")
+            reporter.note(
+                f"{what}\nwaiting up to {options.server_wait_s:.0f} s for it",
+                event="servers_gone",
+                level="warning",
+            )
 
 
 def _scan(options: RunOptions) -> tuple[InputFile, ...]:

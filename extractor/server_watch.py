@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
 from contextlib import suppress
 
 from extractor.breaker import Breaker
@@ -12,6 +11,7 @@ from extractor.client import Client
 from extractor.concurrency import Limiter
 from extractor.errors import ServerGone, ServerLost, SpaceError
 from extractor.preflight import PROBE_TIMEOUT_S, PROBE_TOKENS, Target, probe_request
+from extractor.progress import Say
 from extractor.retry import Failure, RetryPolicy
 from extractor.turns import Gate, Turns
 from extractor.verify import ReplyFacts, check_reply
@@ -42,7 +42,7 @@ class ServerWatch:
         run_id: str,
         limiter: Limiter,
         turns: Turns,
-        say: Callable[[str], None],
+        say: Say,
     ) -> None:
         """say: tells a person what the run waits for."""
         self._say = say
@@ -113,11 +113,18 @@ class ServerWatch:
             if self.gate.is_open:
                 self._say(
                     f"the server at {self._client.url} serves nothing (last: "
-                    f"{self._last_trouble}); its prompts wait, and a probe goes on asking"
+                    f"{self._last_trouble}); its prompts wait, and a probe goes on asking",
+                    event="server_silent",
+                    level="warning",
+                    server=self._client.url,
                 )
             self._has_opened.set()
         elif not self.gate.is_open:
-            self._say(f"the server at {self._client.url} serves again")
+            self._say(
+                f"the server at {self._client.url} serves again",
+                event="server_back",
+                server=self._client.url,
+            )
         self.gate.is_open = not self._breaker.is_open
         self._turns.wake()
 

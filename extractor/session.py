@@ -272,8 +272,7 @@ class Session:
 
     def _observe(self) -> None:
         self._counters.observe(
-            in_flight=self._fleet.num_in_flight,
-            request_limit=self._fleet.limit,
+            servers=tuple(member.now for member in self._fleet.members),
             shm_bytes=self.budget.used,
             budget_bytes=self.budget.total,
             budget_queue=self.budget.num_waiting,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from extractor.client import Client, wait_until_answering
 from extractor.config import RunOptions
@@ -18,6 +18,7 @@ from extractor.preflight import (
     same_model,
     unreachable,
 )
+from extractor.progress import Say
 
 #: What all servers of one run must announce alike: everything that decides what is captured, and
 #: what the data set says of where it came from.
@@ -28,7 +29,7 @@ ALIKE = (
 
 
 async def require_targets(
-    clients: Sequence[Client], options: RunOptions, *, note: Callable[[str], None]
+    clients: Sequence[Client], options: RunOptions, *, note: Say
 ) -> list[Target | None]:
     """Each server's target; None for one that does not answer, while another does.
 
@@ -56,7 +57,10 @@ async def require_targets(
         if target is None:
             note(
                 f"warning: no server answers at {client.url}: the run begins without it, and uses "
-                "it when one does"
+                "it when one does",
+                event="server_lost",
+                level="warning",
+                server=client.url,
             )
     return targets
 

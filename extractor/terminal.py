@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-import traceback
 from collections.abc import Callable, Coroutine
-from functools import wraps
 from typing import Any, TypeVar
 
 import click
 import orjson
 
-from extractor.errors import Interrupted, exit_code, first_known
-from extractor.progress import reporter_for
+from extractor.errors import Interrupted
+from extractor.log_line import asks_for_objects, log_line
 from extractor.signals import under_signals
 
 Result = TypeVar("Result")
@@ -29,31 +28,19 @@ def note(message: str) -> None:
     click.echo(message, err=True)
 
 
+def tell_error(
+    message: str, *, exit_status: int, otherwise: Callable[[], None], **fields: object
+) -> None:
+    """On stderr, what ends a command: as an object where `--log-json` asks for objects."""
+    if asks_for_objects(sys.argv[1:], os.environ):
+        note(log_line(message, event="error", level="error", exit_status=exit_status, **fields))
+    else:
+        otherwise()
+
+
 def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted."""
     try:
         return asyncio.run(under_signals(coroutine))
     except asyncio.CancelledError:
         raise Interrupted("interrupted") from None
-
-
-def with_reporter(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command that has `--log-json` its `reporter`; as JSON, it tells the errors too."""
-
-    @wraps(command)
-    def wrapped(context: click.Context, /, *, log_json: bool, **values: Any) -> None:
-        reporter = reporter_for(as_json=log_json)
-        try:
-            command(context, reporter=reporter, **values)
-        except Exception as error:
-            shown = first_known(error)
-            code = exit_code(shown)
-            if not log_json or code is None:
-                raise  # told where the others are
-            fields: dict[str, object] = {"exit_status": code}
-            if context.find_root().params.get("verbose"):
-                fields["traceback"] = traceback.format_exception(error)
-            reporter.note(str(shown), event="error", level="error", **fields)
-            sys.exit(code)
-
-    return wrapped

@@ -15,13 +15,16 @@ from pathlib import Path
 from extractor.config import MANIFEST_NAME, Identity
 from extractor.live import Live, read_live
 from extractor.lock import writer_of
-from manifest.errors import ManifestError
+from manifest.errors import ManifestError, ManifestMissing
 from manifest.records import Totals
+from manifest.states import State
 from manifest.store import Store
 
 #: Between two looks, and between two lines of a log.
 LOOK_INTERVAL_S = 1.0
 LINE_INTERVAL_S = 30.0
+#: A run that is started in the same moment shows itself within so long.
+PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,15 @@ class Begun:
     identity: Identity
     num_rows: int  # of the input
     totals: Totals  # without alterations
+
+    @property
+    def num_settled(self) -> int:
+        states = self.totals.by_state
+        return states.get(State.STORED, 0) + states.get(State.FAILED, 0)
+
+    @property
+    def num_left(self) -> int:
+        return self.num_rows - self.num_settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +57,11 @@ class Look:
     @property
     def is_over(self) -> bool:
         return self.writer is None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.is_over and self.begun is not None and not self.begun.num_left
 
 
 class Watcher:
@@ -95,13 +112,26 @@ def watch(
 ) -> Look:
     """Show a look every `interval_s` until the run is over; the last look, which is shown too.
 
-    An end is noticed within a second, however long the interval. Raises ManifestMissing where
+    An end is noticed within a second, however long the interval. Where nothing is at work, and
+    something is left to do, it is waited for a run that only starts. Raises ManifestMissing where
     there is no run, UsageError where none got as far as its first prompt.
     """
     watcher = Watcher(out)
     next_s = clock()
+    give_up_s = next_s + PATIENCE_S
     while True:
-        look = watcher.look()
+        try:
+            look = watcher.look()
+        except ManifestMissing:
+            if clock() >= give_up_s:
+                raise
+            sleep(LOOK_INTERVAL_S)
+            continue
+        if not look.is_over:
+            give_up_s = float("-inf")  # it was seen: its end is the end
+        elif not look.is_done and clock() < give_up_s:
+            sleep(LOOK_INTERVAL_S)
+            continue
         if look.is_over or clock() >= next_s:
             next_s = clock() + interval_s
             show(look)

@@ -36,6 +36,8 @@ class Notes:
     """A reporter that remembers."""
 
     messages: list[str] = field(default_factory=list)
+    #: Event, level and URL, of what is told of servers.
+    of_servers: list[tuple[object, object, object]] = field(default_factory=list)
     num_updates: int = 0
     is_closed: bool = False
 
@@ -44,6 +46,8 @@ class Notes:
 
     def note(self, message: str, **fields: object) -> None:
         self.messages.append(message)
+        if "server" in fields:
+            self.of_servers.append((fields["event"], fields.get("level", "info"), fields["server"]))
 
     def close(self) -> None:
         self.is_closed = True

@@ -28,11 +28,11 @@ from extractor.options import (
     PassingCommand,
     seconds_option,
 )
-from extractor.progress import Reporter, Together
+from extractor.progress import Reporter, Together, reporter_for
 from extractor.prompt_options import policy_from, policy_options, reading_from, reading_options
 from extractor.run import RunSummary, run
 from extractor.serve import any_server_answers, free_port, running_server
-from extractor.terminal import print_json, run_async, with_reporter
+from extractor.terminal import print_json, run_async
 
 
 @click.command("run", cls=PassingCommand)
@@ -135,8 +135,8 @@ from extractor.terminal import print_json, run_async, with_reporter
 )
 @click.option(
     "--metrics-host",
-    default=DEFAULT_HOST,
-    show_default=True,
+    default=None,
+    show_default=DEFAULT_HOST,
     help="The address to serve them at. Whoever reaches it can read them.",
 )
 @click.option(
@@ -144,7 +144,6 @@ from extractor.terminal import print_json, run_async, with_reporter
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
-@with_reporter
 def run_command(
     context: click.Context,
     /,
@@ -156,9 +155,9 @@ def run_command(
     num_movers: int | None,
     dry_run: bool,
     metrics_port: int | None,
-    metrics_host: str,
+    metrics_host: str | None,
     as_json: bool,
-    reporter: Reporter,
+    log_json: bool,
     **values: Any,
 ) -> None:
     """Extract the hidden states of PROMPTS. The same command again resumes.
@@ -166,6 +165,11 @@ def run_command(
     PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, told by
     their content; patterns; directories of Hugging Face data sets; or - for standard input.
     """
+    reporter: Reporter = reporter_for(as_json=log_json)
+    if metrics_host is not None and metrics_port is None:
+        raise UsageError(
+            "--metrics-host without --metrics-port serves nothing: name a port (0 takes a free one)"
+        )
     arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
     options = RunOptions(
         prompts=prompts,
@@ -201,17 +205,21 @@ def run_command(
         if metrics_port is not None:
             metrics = Metrics()
             server = stack.enter_context(
-                MetricsServer(metrics, port=metrics_port, host=metrics_host)
+                MetricsServer(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
             )
             reporter.note(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
         summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
+    status = 1 if summary.num_failed else 0
+    document = summary.to_document(options.out)
+    if log_json:
+        # For programs only: a person reads the summary.
+        reporter.note("finished", event="finished", exit_status=status, **document)
     if as_json:
-        print_json(summary.to_document(options.out))
+        print_json(document)
     else:
         click.echo(summary.to_text(options.out))
-    if summary.num_failed:
-        context.exit(1)
+    context.exit(status)
 
 
 async def _run(

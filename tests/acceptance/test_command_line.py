@@ -35,17 +35,21 @@ def prompts_path(tmp_path: Path) -> Path:
     return write_prompts(tmp_path / "p.jsonl", make_prompts(12))
 
 
-def test_an_interrupt_while_the_command_is_still_being_imported_is_130(
-    tmp_path: Path,
-) -> None:
+def test_an_interrupt_while_the_command_is_still_being_imported_is_130(tmp_path: Path) -> None:
     """The import takes a second: here Ctrl-C comes in the midst of it."""
     (tmp_path / "tqdm.py").write_text("raise KeyboardInterrupt\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run(
-        [shutil.which("extractor", path=Path(sys.executable).parent) or "extractor", "--help"],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": python_path}
+    command = shutil.which("extractor", path=Path(sys.executable).parent) or "extractor"
+
+    def told_by(*arguments: str) -> str:
+        ran = subprocess.run([command, *arguments], env=environment, capture_output=True, text=True)
+        assert (ran.returncode, ran.stdout) == (130, "")
+        return ran.stderr
+
+    assert told_by("--help") == "interrupted\n"
+    told = json.loads(told_by("run", "p.jsonl", "--log-json"))
+    assert (told["event"], told["message"], told["exit_status"]) == ("error", "interrupted", 130)
 
 
 # --- exit codes -------------------------------------------------------------------------------

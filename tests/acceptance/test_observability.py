@@ -82,7 +82,7 @@ def test_watch_in_a_pipe_prints_lines_until_the_run_of_another_process_ends(
         interrupt(process)
         rest, errors = watching.communicate()
     assert rest.splitlines()[-1].startswith("12/13 rows, 1 failed, ")
-    assert rest.endswith("; no run is going on\n")
+    assert rest.endswith("; the run ended unfinished (1 row left); the same command goes on\n")
     assert (watching.returncode, errors) == (0, "")
 
 
@@ -127,8 +127,18 @@ def test_a_killed_run_is_over_for_whoever_watches(
         watched = tool("status", "out", "--watch")
         assert watched.returncode == 0
         (line,) = watched.stdout.splitlines()
-        assert line.endswith("no run is going on")
+        assert line.endswith("; the run ended unfinished (1 row left); the same command goes on")
         assert tool("status", "out", "--json").json()["live"] is None
+
+
+def test_a_run_that_is_started_in_the_same_moment_is_waited_for(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    watching = tool.start("status", "out", "--watch")
+    ran = tool.run(prompts_path, tmp_path / "out", fake)
+    shown, errors = watching.communicate()
+    assert (ran.returncode, watching.returncode, errors) == (1, 0, "")
+    assert shown.endswith("; done\n")
 
 
 def test_metrics_are_served_while_the_run_goes_on(
@@ -157,8 +167,12 @@ def test_metrics_that_cannot_be_served_are_told_before_anything_starts(
     assert f"--metrics-port {port}: cannot listen on 127.0.0.1 (Address already in use)" in (
         ran.stderr
     )
+    ran = tool.run(prompts_path, tmp_path / "out", fake, "--metrics-host", "127.0.0.1")
+    assert ran.returncode == 2
+    assert "--metrics-host without --metrics-port serves nothing" in ran.stderr
     (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError\n")
-    tool.environment = {"PYTHONPATH": str(tmp_path)}
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    tool.environment = {"PYTHONPATH": python_path}
     ran = tool.run(prompts_path, tmp_path / "out", fake, "--metrics-port", 0)
     assert ran.returncode == 2
     assert "pip install 'hidden-state-extractor[metrics]'" in ran.stderr
@@ -175,6 +189,9 @@ def test_a_log_for_programs_has_nothing_but_objects(
     assert all({"time", "level", "event", "message"} <= set(line) for line in lines)
     (failed,) = [line for line in lines if line["event"] == "row_failed"]
     assert (failed["line"], failed["reason"], failed["level"]) == (13, "bad_json", "warning")
+    assert (lines[-1]["event"], lines[-1]["level"]) == ("finished", "info")
+    assert lines[-1]["exit_status"] == 1
+    assert {name: lines[-1][name] for name in ran.json()} == ran.json()
     session = ran.json()["session"]
     assert session["failed_by_reason"] == {"bad_json": 1}
     assert session["stages"]["residency"]["count"] == 12
@@ -191,4 +208,11 @@ def test_a_log_for_programs_has_the_errors_too(tool: Tool) -> None:
     ran = tool("-v", "run", "nowhere.jsonl", "--log-json")
     (line,) = map(json.loads, ran.stderr.splitlines())
     assert line["traceback"][0].startswith("Traceback")
+    ran = tool("run", "nowhere.jsonl", "--log-json", "--movers", "none")  # click's own errors
+    (line,) = map(json.loads, ran.stderr.splitlines())
+    assert (line["event"], line["exit_status"], ran.returncode) == ("error", 2, 2)
+    assert "'none' is not a valid integer" in line["message"]
+    tool.environment = {"EXTRACTOR_RUN_LOG_JSON": "1"}
+    (line,) = map(json.loads, tool("run").stderr.splitlines())
+    assert "PROMPTS" in line["message"]
     assert tool("status", "out", "--watch", "--json").returncode == 2

@@ -27,6 +27,7 @@ from helpers import (
 
 import extractor.fleet
 import extractor.server_watch
+import extractor.session
 from extractor.config import RunOptions
 from extractor.errors import (
     ConfigMismatch,
@@ -37,6 +38,7 @@ from extractor.errors import (
     first_known,
 )
 from extractor.fleet import connections_each
+from extractor.measurements import Counters, ServerNow
 from extractor.run import RunSummary, run
 from extractor.serve import free_port
 from extractor.testing import FakeModel, FakeServer, Fault
@@ -263,8 +265,20 @@ async def test_a_server_that_dies_in_mid_run_costs_no_row(
 
 
 async def test_a_server_that_returns_is_proven_and_used_again(
-    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+    tmp_path: Path,
+    dump_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[Ids],
+    path: Path,
 ) -> None:
+    monkeypatch.setattr(extractor.session, "REPORT_INTERVAL_S", 0.01)
+    seen: list[tuple[ServerNow, ...]] = []
+
+    class Watching(Notes):
+        def update(self, counters: Counters) -> None:
+            seen.append(counters.servers)
+
+    notes = Watching()
     port = free_port()
     again: list[Fake] = []
     async with process(dump_root, "--port", str(port), "--delay-s", "0.005") as first:
@@ -283,6 +297,15 @@ async def test_a_server_that_returns_is_proven_and_used_again(
     assert len(starts[0]) == 2 and min(starts[0]) > 0
     assert sum(starts[0]) + sum(starts[1]) == 120
     assert any(f"{first.url} is proven, and used from now on" in note for note in notes.messages)
+    assert notes.of_servers == [
+        ("server_lost", "warning", first.url),
+        ("server_back", "info", first.url),
+    ]
+    assert all([server.url for server in now] == [first.url, steady.url] for now in seen)
+    was_up = [now[0].is_up for now in seen]
+    assert was_up[0] and was_up[-1] and not all(was_up)
+    assert all(now[0].request_limit == (4 if now[0].is_up else 0) for now in seen)
+    assert [now.num_prompts for now in seen[-1]] == [sum(starts[0]), sum(starts[1])]
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 
@@ -306,6 +329,7 @@ async def test_a_server_that_returns_as_another_is_told_of_and_not_used(
         async with other_model.running(port=port):
             await running
     (told,) = [note for note in notes.messages if "is not used" in note]
+    assert ("server_unfit", "warning", first.url) in notes.of_servers
     assert "dtype: 'BF16' and 'F16'" in told
     assert ordinals_sent(other_model.requests) == []
     assert_whole(tmp_path / "out", prompts)
@@ -325,6 +349,10 @@ async def test_a_server_that_does_not_answer_at_the_start_is_used_when_it_does(
         async with late.running(port=port):
             await running
     assert any(f"no server answers at {urls[1]}: the run begins" in note for note in notes.messages)
+    assert notes.of_servers == [
+        ("server_lost", "warning", urls[1]),
+        ("server_back", "info", urls[1]),
+    ]
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 

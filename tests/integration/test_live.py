@@ -9,12 +9,13 @@ import socket
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import Notes, make_prompts, options_for, write_prompts
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 import extractor.live
 import extractor.watch
@@ -22,12 +23,12 @@ from extractor.dashboard import line, page
 from extractor.errors import MissingExtra, OutputBusy, UsageError
 from extractor.live import LIVE_NAME, LiveFile, read_live
 from extractor.lock import LOCK_NAME, exclusive
-from extractor.measurements import Counters, Stage
+from extractor.measurements import Counters, ServerNow, Stage
 from extractor.metrics import Metrics, MetricsServer
 from extractor.run import run
 from extractor.status import read_status
 from extractor.testing import FakeServer
-from extractor.watch import Look, Watcher, watch
+from extractor.watch import Begun, Look, Watcher, watch
 from manifest.errors import ManifestMissing
 from manifest.states import Reason, State
 
@@ -40,6 +41,9 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
 
 def written(file: LiveFile) -> None:
     """Wait for what is being written."""
@@ -51,11 +55,21 @@ def some_counters() -> Counters:
     counters = Counters(num_rows=10, stored=4, tokens=400, stored_bytes=4000)
     counters.failed_by_reason[Reason.TOO_LONG] += 1
     counters.observe(
-        in_flight=3, request_limit=8, shm_bytes=100, budget_bytes=1000, budget_queue=2,
+        servers=(
+            ServerNow(url="http://a:1", is_up=True, in_flight=3, request_limit=8, num_prompts=6),
+            ServerNow(url="http://b:2", is_up=False, in_flight=0, request_limit=0, num_prompts=4),
+        ),
+        shm_bytes=100, budget_bytes=1000, budget_queue=2,
         mover_queue=5,
     )  # fmt: skip
     counters.stages[Stage.RESIDENCY].add(0.02)
     return counters
+
+
+def drawn(picture: RenderableType, *, width: int) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width, no_color=True).print(picture)
+    return stream.getvalue()
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -172,9 +186,31 @@ async def test_a_run_is_watched_from_its_first_prompt_to_its_end(
     assert not (out / LIVE_NAME).exists()
 
 
-def test_where_nothing_runs_one_look_is_shown(tmp_path: Path) -> None:
+def test_where_nothing_runs_it_is_waited_for_a_while(tmp_path: Path) -> None:
+    clock = Clock()
     with pytest.raises(ManifestMissing):
-        watch(tmp_path, lambda look: None, interval_s=1.0)
+        watch(tmp_path, lambda look: None, interval_s=1.0, sleep=clock.sleep, clock=clock)
+    assert clock.now - 100.0 == extractor.watch.PATIENCE_S
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_an_unfinished_run_may_be_about_to_go_on(
+    comes: bool, tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is seen of a killed run and of one that starts again in this moment is the same."""
+    out, clock, shown = tmp_path / "out", Clock(), list[str]()
+    prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, prompts, out), notes)
+    monkeypatch.setattr(Begun, "num_left", 3)
+    writers = iter([None, None, *([17] if comes else []), *[None] * 9])
+    monkeypatch.setattr("extractor.watch.writer_of", lambda out: next(writers))
+    watch(
+        out, lambda look: shown.append(line(look)), interval_s=30.0, sleep=clock.sleep, clock=clock
+    )
+    assert shown[-1].endswith("; the run ended unfinished (3 rows left); the same command goes on")
+    assert [("process 17" in one) for one in shown] == ([True, False] if comes else [False])
+    assert clock.now - 100.0 == (3 if comes else extractor.watch.PATIENCE_S)
 
 
 async def test_a_finished_run_is_shown_once(dump_root: Path, tmp_path: Path, notes: Notes) -> None:
@@ -189,7 +225,8 @@ async def test_a_finished_run_is_shown_once(dump_root: Path, tmp_path: Path, not
     last = watch(tmp_path / "out", shown.append, interval_s=1.0, sleep=sleep)
     assert shown == [last]
     assert line(last).startswith("5/5 rows, 0 failed, ")
-    assert "no run is going on" in line(last)
+    assert line(last).endswith("; done")
+    assert "out  done" in drawn(page(last), width=60)
     assert not (tmp_path / "out" / "manifest.sqlite-wal").exists()
 
 
@@ -211,14 +248,16 @@ def test_an_end_is_shown_at_once_and_other_looks_at_intervals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-
-    def sleep(seconds: float) -> None:
-        clock.now += seconds
-
     looks = iter([Look(out=tmp_path, begun=None, live=None, writer=w) for w in [7] * 65 + [None]])
     monkeypatch.setattr(Watcher, "look", lambda self: next(looks))
     shown: list[float] = []
-    watch(tmp_path, lambda look: shown.append(clock.now), interval_s=30.0, sleep=sleep, clock=clock)
+    watch(
+        tmp_path,
+        lambda look: shown.append(clock.now),
+        interval_s=30.0,
+        sleep=clock.sleep,
+        clock=clock,
+    )
     assert shown == [100.0, 130.0, 160.0, 165.0]
 
 
@@ -240,18 +279,20 @@ async def test_the_page_says_all_of_it_in_any_width(
     file.close()
     assert look.writer == os.getpid()
     for width in (40, 80, 200):
-        stream = io.StringIO()
-        Console(file=stream, width=width, force_terminal=True).print(page(look))
-        assert stream.getvalue()
-    plain = io.StringIO()
-    Console(file=plain, width=100, no_color=True).print(page(look))
-    text = plain.getvalue()
+        assert drawn(page(look), width=width)
+    for width in (60, 80, 200):
+        assert "…" not in drawn(page(look), width=width)
+    over = drawn(page(replace(look, writer=None)), width=60)
+    assert "as last told before the end" in over
+    assert "time left" in over and "in flight" not in over
+    text = drawn(page(look), width=100)
     for what in (
         "100.0 %", "6 of 6 rows", "3 of 8", "100 B of 1000 B", "bad_json", "is at work",
         "dump under its root", "20.0 ms", "speed now", "mean speed", "time left", "boundaries",
+        "http://a:1", "away", "answered",
     ):  # fmt: skip
         assert what in text, (what, text)
-    assert "3 in flight, shm 100 B of 1000 B" in line(look)
+    assert "3 in flight, 1 of 2 servers up, shm 100 B of 1000 B" in line(look)
     assert "dumps lie 20.0 ms p50, 20.0 ms p99" in line(look)
 
 
@@ -295,7 +336,18 @@ def test_a_scrape_shows_the_counters_of_the_moment() -> None:
     assert values["extractor_rows_stored_total", none] == 5
     assert values["extractor_tokens_total", none] == 400
     assert values["extractor_rows_failed_total", frozenset({("reason", "too_long")})] == 1
+    for reason in set(Reason) - {Reason.TOO_LONG}:
+        assert values["extractor_rows_failed_total", frozenset({("reason", reason.value)})] == 0
     assert values["extractor_requests_in_flight", none] == 3
+    for url, up, in_flight, limit, prompts in (
+        ("http://a:1", 1, 3, 8, 6),
+        ("http://b:2", 0, 0, 0, 4),
+    ):
+        server = frozenset({("server", url)})
+        assert values["extractor_server_up", server] == up
+        assert values["extractor_server_requests_in_flight", server] == in_flight
+        assert values["extractor_server_requests_limit", server] == limit
+        assert values["extractor_server_prompts_total", server] == prompts
     assert values["extractor_budget_used_bytes", none] == 100
     assert values["extractor_queue_length", frozenset({("queue", "mover")})] == 5
     name = "extractor_stage_duration_seconds"

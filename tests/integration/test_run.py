@@ -434,8 +434,12 @@ async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_to
         await run(options_for(server, path, tmp_path / "out"), notes)
     assert_whole(tmp_path / "out", prompts)
     told = "\n".join(notes.messages)
-    assert "serves nothing (last: HTTP 503: queue is full); prompts wait" in told
+    assert "serves nothing (last: HTTP 503: queue is full); its prompts wait" in told
     assert "serves again" in told
+    assert notes.of_servers[:2] == [
+        ("server_silent", "warning", server.url),
+        ("server_back", "info", server.url),
+    ]
     first_probe = next(i for i, rid in enumerate(refused) if PROBE_SESSION in rid)
     # What was on its way when the circuit opened may still be refused.
     assert sum(PROBE_SESSION not in rid for rid in refused[first_probe:]) <= 64

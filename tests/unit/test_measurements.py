@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.measurements import BOUNDS_S, SHOWN_BOUNDS_S, Counters, Durations, Pace, Stage
+from extractor.measurements import (
+    BOUNDS_S,
+    SHOWN_BOUNDS_S,
+    Counters,
+    Durations,
+    Pace,
+    ServerNow,
+    Stage,
+)
 from extractor.report import session_document
 from manifest.states import Reason
 
@@ -103,8 +111,10 @@ def test_failed_rows_are_the_sum_of_their_reasons() -> None:
 def test_the_document_says_how_things_stand() -> None:
     counters = Counters()
     counters.observe(
-        in_flight=3,
-        request_limit=8,
+        servers=(
+            ServerNow(url="a", is_up=True, in_flight=3, request_limit=8, num_prompts=6),
+            ServerNow(url="b", is_up=False, in_flight=0, request_limit=0, num_prompts=4),
+        ),
         shm_bytes=100,
         budget_bytes=1000,
         budget_queue=2,
@@ -113,6 +123,10 @@ def test_the_document_says_how_things_stand() -> None:
     counters.stages[Stage.RESIDENCY].add(0.02)
     document = session_document(counters)
     assert document["now"]["in_flight"] == 3
+    assert document["now"]["request_limit"] == 8
+    assert document["now"]["servers"][1] == {
+        "url": "b", "is_up": False, "in_flight": 0, "request_limit": 0, "prompts": 4,
+    }  # fmt: skip
     assert document["now"]["budget_bytes"] == 1000
     assert document["stages"]["residency"]["p99_ms"] == 20.0
     assert set(document["stages"]) == {stage.value for stage in Stage}

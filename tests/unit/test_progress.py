@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
+import termios
 from collections import Counter
 from datetime import datetime
 
+import pytest
 from helpers import Notes
 
-from extractor.measurements import Counters
+from extractor.measurements import Counters, ServerNow
 from extractor.progress import (
+    LEAST_BAR,
     LINE_INTERVAL_S,
     BarReporter,
     JsonReporter,
@@ -70,6 +75,39 @@ def test_a_bar_shows_what_is_settled_over_all_sessions() -> None:
     reporter.close()
     assert "100/200" in stream.getvalue()
     assert "a row failed" in stream.getvalue()
+
+
+@pytest.mark.parametrize("num_rows", [20_000, 10_000_000])
+def test_where_there_is_little_room_the_figures_that_matter_stay(num_rows: int) -> None:
+    counters = Counters(num_rows=num_rows, stored=num_rows // 4, tokens=10**9)
+    counters.started -= 1000
+    counters.pace.note(0.0, tokens=0, rows=0)
+    counters.pace.note(1.0, tokens=153_326, rows=0)
+    counters.failed_by_reason.update(ONE_FAILED)
+    counters.servers = (
+        ServerNow(url="a", is_up=True, in_flight=5, request_limit=8, num_prompts=9),
+        ServerNow(url="b", is_up=True, in_flight=7, request_limit=8, num_prompts=9),
+    )
+    shown = {}
+    for columns in (60, 80, 200):
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, columns))
+        with open(theirs, "w") as stream:
+            reporter = BarReporter(stream)
+            reporter.update(counters)
+            reporter.close()
+            text = ""
+            while not text.endswith("\n"):
+                text += os.read(ours, 65536).decode()
+        shown[columns] = text.rstrip().split("\r")[-1]
+        os.close(ours)
+        assert len(shown[columns]) <= columns
+        bar = shown[columns].split("|")[1]
+        assert len(bar) >= (LEAST_BAR if columns > 60 else 1)
+        assert "1 failed" in shown[columns]
+    assert "12/16 in flight" in shown[80]
+    assert ("153,326 tok/s" in shown[80]) == (num_rows == 20_000)
+    assert "GB/s]" in shown[200] and "mean" in shown[200] and "shm" in shown[200]
 
 
 def test_rates_are_over_this_session() -> None:
