@@ -85,7 +85,7 @@ class AppendFile:
         self._write_out(self._fill)
         os.fdatasync(self._descriptor)
 
-    def finish(self, begin: bytes) -> None:
+    def finish(self, begin: bytes | bytearray) -> None:
         """Cut the file at `position`, put `begin` over its first bytes and make all of it durable.
 
         Nothing can be appended after that. Raises OSError.

@@ -30,6 +30,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import orjson
 import xxhash
 
 from extractor.config import Identity, Layout
@@ -39,6 +40,9 @@ from server_patch.dump_format import ITEM_BYTES
 SHARD_FORMAT_VERSION = 1
 #: Most bytes safetensors' own reader accepts as a header.
 MAX_HEADER_BYTES = 100_000_000
+#: A shard of ours is full when its header is: one of 100 MB takes a reader seconds and half a
+#: gigabyte to parse, and us as much to write.
+MAX_ROOM_BYTES = 16 << 20
 _ROOM_STEP_BYTES = 4096
 _ENTRY_BYTES = 128  # of one tensor in the header: name, dtype, shape and two offsets of 4 TB
 _METADATA_BYTES = 16384
@@ -108,7 +112,7 @@ def header_room(num_samples: int, layout: Layout) -> int:
     """Bytes to keep at the front of a shard for the header of `num_samples` samples."""
     entry = _ENTRY_BYTES * (len(layout.state_names) + 2)
     steps = -(-(num_samples * entry + _METADATA_BYTES) // _ROOM_STEP_BYTES)
-    return min(steps, (8 + MAX_HEADER_BYTES) // _ROOM_STEP_BYTES) * _ROOM_STEP_BYTES
+    return min(steps, MAX_ROOM_BYTES // _ROOM_STEP_BYTES) * _ROOM_STEP_BYTES
 
 
 def samples_expected(*, shard_bytes: int, mean_sample_bytes: float, rows_left: int) -> int:
@@ -153,26 +157,38 @@ def encode_shard_header(
     layout: Layout,
     metadata: Mapping[str, str],
     room_bytes: int,
-) -> bytes:
+) -> bytearray:
     """The bytes before the data, exactly `room_bytes` long.
 
     `samples`: (ordinal, num_tokens) in file order. Raises CorruptData if they do not fit, which
     `samples_that_fit` rules out.
     """
-    document: dict[str, object] = {"__metadata__": dict(metadata)}
+    # Written entry by entry into place: as objects, all of them together would take ten times the
+    # bytes, and every further copy of the text as much again.
+    header = bytearray(b" ") * room_bytes
+    struct.pack_into("<Q", header, 0, room_bytes - 8)
+    end = 8
+
+    def put(part: bytes) -> None:
+        nonlocal end
+        if end + len(part) > room_bytes:
+            raise CorruptData(f"a shard header does not fit {room_bytes} bytes")
+        header[end : end + len(part)] = part
+        end += len(part)
+
+    put(b'{"__metadata__":' + orjson.dumps(dict(metadata)))
     offset = 0
     for ordinal, num_tokens in samples:
         tensors = sample_tensors(num_tokens, layout)
         for tensor in tensors:
-            document[tensor_name(ordinal, tensor.name)] = tensor.entry(offset)
+            name = orjson.dumps(tensor_name(ordinal, tensor.name))
+            put(b",%b:%b" % (name, orjson.dumps(tensor.entry(offset))))
         offset += tensors[-1].end
-    text = json.dumps(document, separators=(",", ":")).encode()
-    if 8 + len(text) > room_bytes:
-        raise CorruptData(f"a shard header of {len(text)} bytes does not fit {room_bytes} bytes")
-    return struct.pack("<Q", room_bytes - 8) + text.ljust(room_bytes - 8)
+    put(b"}")
+    return header
 
 
-def shard_digest(header: bytes, sample_digests: Iterable[str]) -> str:
+def shard_digest(header: bytes | bytearray, sample_digests: Iterable[str]) -> str:
     """The digest of a sealed shard: xxh3-128 of its header's bytes and its samples' digests.
 
     `sample_digests`: xxh3-128 in hex, in file order. Every byte of the file is in one of them, and

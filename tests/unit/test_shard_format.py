@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from extractor.config import Layout
 from extractor.errors import CorruptData, UsageError
 from extractor.shard_format import (
+    MAX_ROOM_BYTES,
     decode_shard_header,
     encode_shard_header,
     header_room,
@@ -67,7 +68,7 @@ def test_the_safetensors_library_accepts_it(num_tokens: list[int]) -> None:
         metadata=shard_metadata(make_identity()),
         room_bytes=room,
     )
-    data = header + bytes(sum(sample_bytes(count, LAYOUT) for count in num_tokens))
+    data = bytes(header) + bytes(sum(sample_bytes(count, LAYOUT) for count in num_tokens))
     names = [name for name, _ in safetensors.deserialize(data)]
     assert len(names) == 4 * len(num_tokens)
 
@@ -132,3 +133,9 @@ def test_layers_are_named_in_both_conventions() -> None:
     metadata = shard_metadata(make_identity(boundaries=(2, 4, 5)))
     assert (metadata["boundaries"], metadata["layer_outputs"]) == ("2,4,5", "1,3,4")
     assert all(isinstance(value, str) for value in metadata.values())
+
+
+def test_header_room_has_an_end_so_that_a_shard_of_tiny_samples_has_one_too() -> None:
+    room = header_room(10**9, LAYOUT)
+    assert room == MAX_ROOM_BYTES
+    assert 30_000 < samples_that_fit(room, LAYOUT) < 40_000
