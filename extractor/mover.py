@@ -31,6 +31,10 @@ from prompts.types import Prompt
 
 Result = TypeVar("Result")
 
+#: A group that begins with so small a sample waits so long for more: its sync, its commit and the
+#: turns of threads cost more than its bytes.
+SMALL_BYTES = 1 << 20
+GATHER_S = 0.02
 #: Most samples and bytes in one group: bounds how long a dump waits for its fsync.
 GROUP_SAMPLES = 256
 GROUP_BYTES = 128 << 20
@@ -112,6 +116,8 @@ class Mover:
     async def _next_group(self) -> list[_Job]:
         group = [await self._jobs.get()]
         size = sample_bytes(group[0].prompt.num_tokens, self._layout)
+        if size < SMALL_BYTES:
+            await asyncio.sleep(GATHER_S)
         while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < self._group_bytes:
             group.append(self._jobs.get_nowait())
             size += sample_bytes(group[-1].prompt.num_tokens, self._layout)
