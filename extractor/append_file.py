@@ -12,6 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from extractor.files import file_system_type, write_at
@@ -78,7 +79,8 @@ class AppendFile:
         block = self._buffer[:ALIGNMENT]
         block[:] = bytes(ALIGNMENT)
         if self._fill:
-            os.preadv(self._descriptor, [block], self._base)  # less, where the file ends before
+            # Fewer bytes come where the file ends before.
+            self._unless_refused(lambda: os.preadv(self._descriptor, [block], self._base))
 
     def sync(self) -> None:
         """Make every byte before `position` durable. Raises OSError."""
@@ -105,17 +107,21 @@ class AppendFile:
         whole, begun = divmod(count, ALIGNMENT)
         end = (whole + bool(begun)) * ALIGNMENT
         self._buffer[count:end] = bytes(end - count)
-        try:
-            write_at(self._descriptor, self._buffer[:end], self._base)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not self._is_direct:
-                raise
-            self._set_direct(False)  # a disk or driver that wants another alignment
-            write_at(self._descriptor, self._buffer[:end], self._base)
+        self._unless_refused(lambda: write_at(self._descriptor, self._buffer[:end], self._base))
         if whole:
             self._buffer[:begun] = self._buffer[count - begun : count]
             self._base += whole * ALIGNMENT
             self._fill -= whole * ALIGNMENT
+
+    def _unless_refused(self, transfer: Callable[[], object]) -> None:
+        """Read or write; buffered from now on where a disk or driver wants another alignment."""
+        try:
+            transfer()
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._is_direct:
+                raise
+            self._set_direct(False)
+            transfer()
 
     @property
     def _is_direct(self) -> bool:

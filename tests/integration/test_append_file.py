@@ -102,13 +102,24 @@ def test_a_disk_that_refuses_our_alignment_gets_buffered_writes(
             raise OSError(errno.EINVAL, "Invalid argument")
         return pwrite(descriptor, data, offset)
 
+    preadv = os.preadv
+
+    def refusing_too(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return preadv(descriptor, buffers, offset)
+
     monkeypatch.setattr(os, "pwrite", refusing)
+    monkeypatch.setattr(os, "preadv", refusing_too)
     file = AppendFile(path, position=0, mode=0o600)
     file.write(b"abc" * 5000)
     file.sync()
+    file.close()
+    file = AppendFile(path, position=15_000, mode=0o600)  # in the midst of a block: it is read
+    file.write(b"abc")
     file.finish(b"")
     file.close()
-    assert path.read_bytes() == b"abc" * 5000
+    assert path.read_bytes() == b"abc" * 5001
 
 
 def test_what_cannot_be_written_is_kept_and_can_be_written_later(
