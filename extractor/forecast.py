@@ -12,7 +12,7 @@ from typing import Any
 
 from extractor.admission import Admission, Room
 from extractor.plan import Limits, Refusal, dump_bytes
-from extractor.shard_format import header_room, sample_bytes
+from extractor.shard_format import MAX_ROOM_BYTES, header_room, sample_bytes, samples_that_fit
 from extractor.tables import amount, duration, table
 from prompts.types import BadRow, Prompt
 
@@ -91,7 +91,8 @@ class Forecast:
         if self.room is None:
             return None
         by_size = -(-self.data_bytes // self.shard_bytes)
-        return max(by_size, min(self.num_movers, self.num_prompts))
+        by_header = -(-self.num_prompts // samples_that_fit(MAX_ROOM_BYTES, self.room.layout))
+        return max(by_size, by_header, min(self.num_movers, self.num_prompts))
 
     @property
     def output_bytes(self) -> int | None:

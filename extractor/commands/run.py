@@ -87,7 +87,7 @@ from extractor.terminal import print_json, run_async
     type=BYTES,
     default=DEFAULT_SHARD_BYTES,
     show_default="4GiB",
-    help="A shard is sealed before it grows beyond this.",
+    help="A shard is sealed before it grows beyond this, or its header beyond 16 MiB.",
 )
 @click.option(
     "--movers",

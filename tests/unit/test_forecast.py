@@ -10,7 +10,7 @@ from extractor.admission import Admission, Room
 from extractor.forecast import SAMPLED, Forecast, Speed, forecast_document, forecast_text
 from extractor.plan import Limits, dump_bytes
 from extractor.policy import Policy
-from extractor.shard_format import header_room, sample_bytes
+from extractor.shard_format import MAX_ROOM_BYTES, header_room, sample_bytes, samples_that_fit
 from prompts.types import BadRow, RowReason
 
 LIMITS = Limits(max_prompt_tokens=1000, vocab_size=5000, chunk_tokens=64)
@@ -60,6 +60,13 @@ def test_bytes_are_those_of_samples_and_headers() -> None:
     assert forecast.output_bytes == data + 2 * header_room(1, LAYOUT)
     many = forecast_of([500] * 100)
     assert many.num_shards == -(-100 * sample_bytes(500, LAYOUT) // (1 << 20))
+
+
+def test_a_shard_of_tiny_samples_ends_with_its_header() -> None:
+    per_shard = samples_that_fit(MAX_ROOM_BYTES, LAYOUT)
+    forecast = forecast_of([2], shard_bytes=GENEROUS)
+    forecast.lengths[2] += 2 * per_shard
+    assert forecast.num_shards == 3
 
 
 def test_the_peak_is_the_largest_dumps_that_can_lie_there_together_within_the_budget() -> None:
