@@ -78,11 +78,10 @@ class Member:
         if not self.starts:
             return "it never answered"
         limiter = self.starts[-1].watch.limiter
-        text = f"{limiter.limit} at a time ({limiter.kind}); {self.num_prompts:,} prompts"
+        text = f"{limiter.limit} at a time ({limiter.kind})"
         if isinstance(limiter, Fixed) and limiter.limit < limiter.room:
-            text = f"{limiter.room} at a time (fixed), {limiter.limit} after refusals; " + (
-                f"{self.num_prompts:,} prompts"
-            )
+            text = f"{limiter.room} at a time (fixed), {limiter.limit} after refusals"
+        text += f"; {self.num_prompts:,} prompts"
         if len(self.starts) > 1:
             text += f"; it came back, {counted(len(self.starts), 'start')}"
         return text

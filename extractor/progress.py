@@ -72,20 +72,6 @@ class BarReporter:
             self._bar = None
 
 
-class _AtIntervals:
-    """Tells whether it is time for the next line."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._next = clock() + LINE_INTERVAL_S
-
-    def is_due(self) -> bool:
-        if self._clock() < self._next:
-            return False
-        self._next = self._clock() + LINE_INTERVAL_S
-        return True
-
-
 class LineReporter:
     """One line each 30 s, for logs that people read."""
 
@@ -93,49 +79,39 @@ class LineReporter:
         self, stream: TextIO = sys.stderr, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._stream = stream
-        self._interval = _AtIntervals(clock)
+        self._clock = clock
+        self._next = clock() + LINE_INTERVAL_S
 
     def update(self, counters: Counters) -> None:
-        if self._interval.is_due():
-            self.note(
-                f"{counters.settled}/{counters.num_rows} rows, {', '.join(_figures(counters))}"
-            )
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + LINE_INTERVAL_S
+        self.note(
+            f"{counters.settled}/{counters.num_rows} rows, {', '.join(_figures(counters))}",
+            event="progress",
+            session=session_document(counters),
+        )
 
-    def note(self, message: str, **_: object) -> None:
+    def note(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None:
         print(message, file=self._stream, flush=True)
 
     def close(self) -> None:
         pass
 
 
-class JsonReporter:
+class JsonReporter(LineReporter):
     """The same lines as JSON objects, one a line, for logs that programs read.
 
     Every object has `time` (UTC, ISO 8601), `level` (info, warning or error), `event` and
     `message`, and what else docs/observability.md has of its event.
     """
 
-    def __init__(
-        self, stream: TextIO = sys.stderr, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._stream = stream
-        self._interval = _AtIntervals(clock)
-
-    def update(self, counters: Counters) -> None:
-        if self._interval.is_due():
-            self.note(
-                f"{counters.settled}/{counters.num_rows} rows, {', '.join(_figures(counters))}",
-                event="progress",
-                session=session_document(counters),
-            )
-
     def note(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
         print(log_line(message, event=event, level=level, **fields), file=self._stream, flush=True)
-
-    def close(self) -> None:
-        pass
 
 
 class Together:
