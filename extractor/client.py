@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -208,6 +209,20 @@ class Client:
         if self._session is None:
             raise RuntimeError("use Client as an async context manager")
         return self._session
+
+
+@asynccontextmanager
+async def clients_of(
+    urls: Sequence[str], *, concurrency: int, request_timeout_s: float
+) -> AsyncIterator[list[Client]]:
+    """One for each server, open for the length of the block."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                Client(url, concurrency=concurrency, request_timeout_s=request_timeout_s)
+            )
+            for url in urls
+        ]
 
 
 async def wait_until_answering(

@@ -198,12 +198,15 @@ class RunOptions:
             raise UsageError("name at least one --server")
         for url in self.server_urls:
             require_url(url)
+        # As the clients write them, so that two spellings are one.
+        urls = tuple(url.rstrip("/") for url in self.server_urls)
+        object.__setattr__(self, "server_urls", urls)
         if self.out.resolve().is_relative_to(self.dump_root.resolve()):
             raise UsageError(
                 f"--out {self.out} lies in the dump directory {self.dump_root}, which is cleaned "
                 "of what is no dump of a live server; name another"
             )
-        if len({url.rstrip("/").lower() for url in self.server_urls}) < len(self.server_urls):
+        if len({url.lower() for url in self.server_urls}) < len(self.server_urls):
             raise UsageError(f"a --server is named twice: {', '.join(self.server_urls)}")
         for name, option, least in (
             ("concurrency", "--concurrency", 1),

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from extractor.admission import Admission, Room
-from extractor.client import Client
+from extractor.client import Client, clients_of
 from extractor.concurrency import MOST_LIMIT
 from extractor.config import Layout, RunOptions
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, boundaries_of
@@ -86,13 +86,11 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
     Raises InputError, TokenizerError, UsageError, ConfigMismatch.
     """
     concurrency = options.concurrency or PROBE_CONCURRENCY
-    async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(
-                Client(url, concurrency=concurrency, request_timeout_s=options.request_timeout_s)
-            )
-            for url in options.server_urls
-        ]
+    async with clients_of(
+        options.server_urls,
+        concurrency=concurrency,
+        request_timeout_s=options.request_timeout_s,
+    ) as clients:
         around = await _surroundings(options, clients, reporter)
         forecast = await _forecast(options, around, reporter)
         speed = None

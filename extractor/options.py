@@ -36,7 +36,7 @@ class Address(click.ParamType[str]):
     name = "url"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value).rstrip("/")
+        return str(value)
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
         return [word for word in re.split(r"[\s,]+", rv) if word]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from extractor.client import Client
+from extractor.client import Client, clients_of
 from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.concurrency import MOST_LIMIT
 from extractor.config import DATASET_NAME, Identity, RunOptions
@@ -167,7 +167,11 @@ async def _run(
         await require_same_inputs(owner, options, files)
     left = await reconcile(owner, options.shards_path, note=reporter.note)
     state.forget(left.lost)
-    async with _clients(options) as clients:
+    async with clients_of(
+        options.server_urls,
+        concurrency=options.concurrency or MOST_LIMIT,
+        request_timeout_s=options.request_timeout_s,
+    ) as clients:
         try:
             members, renderer = await _preflight(options, clients, reporter)
         except ServerError:
@@ -243,22 +247,6 @@ async def _open_manifest(options: RunOptions) -> AsyncIterator[StoreOwner]:
         raise
     else:
         await owner.close()
-
-
-@asynccontextmanager
-async def _clients(options: RunOptions) -> AsyncIterator[list[Client]]:
-    """One for each server."""
-    async with AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                Client(
-                    url,
-                    concurrency=options.concurrency or MOST_LIMIT,
-                    request_timeout_s=options.request_timeout_s,
-                )
-            )
-            for url in options.server_urls
-        ]
 
 
 async def _preflight(
