@@ -129,8 +129,8 @@ def main() -> None:
     row_bytes = 2 * options.hidden_size * (options.num_boundaries + 1)
     total_bytes = options.prompts * options.prompt_tokens * row_bytes
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    work = Path(tempfile.mkdtemp(prefix="client-pipeline-", dir="/dev/shm"))
     target = Path(tempfile.mkdtemp(prefix="client-pipeline-", dir=options.out))
+    work = Path(tempfile.mkdtemp(prefix="client-pipeline-", dir="/dev/shm"))
     copied: list[float] = []
     ran: list[ClientRound] = []
     try:

@@ -176,10 +176,7 @@ def mixed_prompts(count: int, *, vocab_size: int, longest: int, seed: int) -> li
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     work = Path(tempfile.mkdtemp(prefix="tensor-parallel-", dir="/dev/shm"))
     width = ("--tp-size", str(options.tp))
-    layouts: dict[str, tuple[str, ...] | None] = {
-        "plain": width,
-        "patched": width,
-    }
+    layouts: dict[str, tuple[str, ...]] = {"plain": width, "patched": width}
     if options.values:
         layouts["single"] = ("--tp-size", "1")
     if options.dp_attention:
@@ -193,7 +190,6 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             arguments=(*options.arguments, *arguments),
         )
         for name, arguments in layouts.items()
-        if arguments is not None
     ]
     report: dict[str, Any] = {"model": options.model, "tp": options.tp}
     plan = Plan(

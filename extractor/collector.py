@@ -160,5 +160,10 @@ def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str) -> None:
     dead = scan_writers(root).dead
     with suppress(ServerError, FileNotFoundError):  # somebody else may be removing the directory
         Collector(dead, rid_prefix=rid_prefix).sweep()
-        for rank in dead:  # what they were writing, nobody will finish
-            unlink_all(rank.directory.glob(f"{TEMPORARY_PREFIX}*"))
+        remove_unfinished(dead)
+
+
+def remove_unfinished(dead: Sequence[Rank]) -> None:
+    """Remove what servers were writing when they died: nobody will finish it."""
+    for rank in dead:
+        unlink_all(rank.directory.glob(f"{TEMPORARY_PREFIX}*"))

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from extractor.client import Client
-from extractor.collector import Collected, Collector
+from extractor.collector import Collected, Collector, remove_unfinished
 from extractor.concurrency import Limiter
 from extractor.config import Layout, RunOptions
 from extractor.errors import ServerError
-from extractor.files import free_bytes, unlink_all
+from extractor.files import free_bytes
 from extractor.measurements import Counters, Stage
 from extractor.plan import Request, dump_bytes, make_rid, rid_prefix
 from extractor.preflight import Target
@@ -28,7 +28,6 @@ from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason
 from prompts.types import Prompt
-from server_patch.dump_format import TEMPORARY_PREFIX
 
 #: At the end of a run, dumps of requests that were given up get so long to come and be removed.
 LATE_DUMPS_S = 2.0
@@ -260,9 +259,7 @@ class Exchange:
         """Remove what the lost server left or still writes, but for what was handed over."""
         with suppress(ServerError, OSError):  # somebody else removes the directory
             self.collector.poll()
-            for rank in self.target.ranks:
-                if not is_alive(rank.ready):  # what it was writing, nobody will finish
-                    unlink_all(rank.directory.glob(f"{TEMPORARY_PREFIX}*"))
+            remove_unfinished([rank for rank in self.target.ranks if not is_alive(rank.ready)])
 
     async def close(self) -> None:
         """Leave nothing of ours with the server or under the dump root, whatever ended the run.

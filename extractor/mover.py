@@ -45,6 +45,7 @@ class _Job:
     prompt: Prompt
     pieces: Sequence[DumpPiece]
     attempts: int
+    size_bytes: int  # of the sample
     done: asyncio.Future[Failure | None]
     queued_at: float = field(default_factory=time.monotonic)
 
@@ -99,7 +100,9 @@ class Mover:
         size = sample_bytes(prompt.num_tokens, self._layout)
         self.backlog_bytes += size
         try:
-            self._jobs.put_nowait(_Job(prompt=prompt, pieces=pieces, attempts=attempts, done=done))
+            self._jobs.put_nowait(
+                _Job(prompt=prompt, pieces=pieces, attempts=attempts, size_bytes=size, done=done)
+            )
             return await done
         finally:
             self.backlog_bytes -= size
@@ -115,12 +118,12 @@ class Mover:
 
     async def _next_group(self) -> list[_Job]:
         group = [await self._jobs.get()]
-        size = sample_bytes(group[0].prompt.num_tokens, self._layout)
+        size = group[0].size_bytes
         if size < SMALL_BYTES:
             await asyncio.sleep(GATHER_S)
         while not self._jobs.empty() and len(group) < GROUP_SAMPLES and size < self._group_bytes:
             group.append(self._jobs.get_nowait())
-            size += sample_bytes(group[-1].prompt.num_tokens, self._layout)
+            size += group[-1].size_bytes
         return group
 
     async def close(self, *, seal: bool) -> None:
@@ -203,12 +206,9 @@ class Mover:
             writer, self._writer = self._writer, None
             await self._finish(writer)
         if self._writer is None:
-            mean = sum(sample_bytes(job.prompt.num_tokens, self._layout) for job in group) / len(
-                group
-            )
             expected = samples_expected(
                 shard_bytes=self._settings.shard_bytes,
-                mean_sample_bytes=mean,
+                mean_sample_bytes=sum(job.size_bytes for job in group) / len(group),
                 rows_left=self._rows_left(),
             )
             number = self._next_number()
