@@ -4,11 +4,14 @@
     python -m benchmarks.client_pipeline --out DIR --prompts 20000 --prompt-tokens 64 \
         --hidden-size 64                                   # what a sample costs by itself
     python -m benchmarks.client_pipeline --out DIR --null  # without a disk
+    python -m benchmarks.client_pipeline --out DIR --prompts 1000000 --prompt-tokens 4 \
+        --hidden-size 16 --rounds 1                        # memory by prompts stored
 
 A generator (generator.py) publishes dumps as fast as it can. Rounds of the two are interleaved;
 `cp` copies from /dev/shm and is timed until the disk has it (`sync -f`), the client from its first
 prompt to its last sealed shard, which is as durable. Printed: the ratio round by round, bytes and
-samples a second, and per core second that the client itself used.
+samples a second, and per core second that the client itself used, and what the client held in
+memory (RSS) once it had stored 10,000 samples, and at each doubling after.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +37,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.generator import VOCAB_SIZE
+from extractor.live import read_live
+
+#: By then everything is loaded and every queue is full: what comes on top grows with the prompts.
+FIRST_RSS_SAMPLES = 10_000
+LOOK_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +51,40 @@ class ClientRound:
     seconds: float  # from the first prompt to the last sealed shard
     core_s: float  # processor time of the whole command
     peak_rss_bytes: int
+    rss_bytes: dict[int, int]  # by samples stored
     stored_bytes: int
     samples: int
+
+
+class MemoryWatch(threading.Thread):
+    """What a run holds in memory: at each doubling of what it has stored, and at most.
+
+    The peak is the kernel's own. `wait4` would say it too, but begins with what the parent held.
+    """
+
+    def __init__(self, pid: int, out: Path) -> None:
+        super().__init__(daemon=True)
+        self._status = Path(f"/proc/{pid}/status")
+        self._out = out
+        self._ended = threading.Event()
+        self.peak_rss_bytes = 0
+        self.rss_bytes: dict[int, int] = {}
+
+    def run(self) -> None:
+        due = FIRST_RSS_SAMPLES
+        while not self._ended.wait(LOOK_INTERVAL_S):
+            memory = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB", self._status.read_text(), re.M))
+            if not memory:
+                return  # it has ended
+            self.peak_rss_bytes = 1024 * int(memory["VmHWM"])
+            live = read_live(self._out)
+            if live is not None and live.session["stored"] >= due:
+                self.rss_bytes[live.session["stored"]] = 1024 * int(memory["VmRSS"])
+                due = 2 * live.session["stored"]
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
 
 
 def write_prompts(path: Path, *, count: int, num_tokens: int) -> None:
@@ -83,7 +125,10 @@ def run_client(
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
+    watch = MemoryWatch(process.pid, out)
+    watch.start()
     output = process.stdout.read()
+    watch.stop()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -92,7 +137,8 @@ def run_client(
     return ClientRound(
         seconds=session["seconds"],
         core_s=usage.ru_utime + usage.ru_stime,
-        peak_rss_bytes=usage.ru_maxrss * 1024,
+        peak_rss_bytes=watch.peak_rss_bytes,
+        rss_bytes=watch.rss_bytes,
         stored_bytes=sum(path.stat().st_size for path in (out / "shards").iterdir()),
         samples=session["stored"],
     )
@@ -181,6 +227,8 @@ def show(number: int, cp_s: float, client: ClientRound, total_bytes: int) -> Non
         f"client {total_bytes / client.seconds / 1e9:.2f} GB/s, {client.core_s:.1f} core s",
         flush=True,
     )
+    for samples, rss in client.rss_bytes.items():
+        print(f"  {samples:9,d} stored: {rss / 1e6:6.1f} MB resident", flush=True)
 
 
 if __name__ == "__main__":
