@@ -1,12 +1,14 @@
-"""Draws the README's plot from results of prefill_overhead.py.
+"""Draws the README's plots from results of prefill_overhead.py.
 
-python -m benchmarks.plot docs/prefill_overhead.svg NAME=RESULTS.json …
+python -m benchmarks.plot prefill docs/prefill_overhead.svg NAME=RESULTS.json …
+python -m benchmarks.plot client docs/client.svg NAME=RESULTS.json …
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +19,80 @@ import matplotlib.pyplot as plt
 
 from benchmarks.prefill_overhead import NULL
 
+Results = Mapping[str, Mapping[str, Any]]  # by model, each of one prompt length
 
-def draw(results: dict[str, dict[str, Any]], *, prompt_tokens: int) -> Any:
-    """One pair of bars a model, in thousands of tokens a second; the ratio stands above."""
-    matplotlib.rcParams.update({"svg.hashsalt": "0", "font.size": 9})
-    figure, axes = plt.subplots(figsize=(6.4, 2.8))
+#: The sinks of the second plot, as `--sink` named them, with what they are called there.
+CLIENT_SINKS = {NULL: "dumps removed unread", "shm": "shards on /dev/shm", "disk": "shards on disk"}
+GREY, BLUE, DARK = "#9aa5b1", "#1f77b4", "#0b3c5d"
+TITLE = "{:,}-token prompts, one H200"
+
+
+def draw_prefill(results: Results, *, prompt_tokens: int) -> Any:
+    """A pair of bars for each model, in thousands of tokens a second; the ratio stands above."""
+    figure, axes = _axes(results)
     plain = [result["plain_tokens_per_s"] / 1e3 for result in results.values()]
     patched = [result["sinks"][NULL]["tokens_per_s"] / 1e3 for result in results.values()]
     places = range(len(results))
-    axes.bar([x - 0.2 for x in places], plain, 0.38, label="plain server", color="#9aa5b1")
-    axes.bar([x + 0.2 for x in places], patched, 0.38, label="with every state dumped")
+    axes.bar([x - 0.2 for x in places], plain, 0.38, label="plain server", color=GREY)
+    axes.bar([x + 0.2 for x in places], patched, 0.38, label="with every state dumped", color=BLUE)
     for x, result, height in zip(places, results.values(), patched, strict=True):
         sink = result["sinks"][NULL]
-        axes.annotate(
-            f"{sink['ratio_median']:.3f}\n{sink['gigabytes_per_s']:.1f} GB/s",
-            (x + 0.2, height),
-            ha="center",
-            va="bottom",
-        )
-    axes.set_xticks(list(places), list(results))
+        _annotate(axes, x + 0.2, height, f"{sink['ratio_median']:.3f}", sink)
     axes.set_ylabel("prefill, thousand tokens/s")
     axes.set_ylim(0, 1.25 * max(plain))
-    axes.set_title(f"{prompt_tokens:,}-token prompts, one H200", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(TITLE.format(prompt_tokens), loc="left")
     axes.legend(frameon=False, loc="upper left")
     figure.tight_layout()
     return figure
 
 
+def draw_client(results: Results, *, prompt_tokens: int) -> Any:
+    """A bar for each model and sink: speed over that of the plain server, 1 at best."""
+    figure, axes = _axes(results)
+    for number, (name, label) in enumerate(CLIENT_SINKS.items()):
+        measured = [
+            (place + 0.28 * (number - 1), result["sinks"][name])
+            for place, result in enumerate(results.values())
+            if name in result["sinks"]
+        ]
+        axes.bar(
+            [x for x, _ in measured],
+            [sink["ratio_median"] for _, sink in measured],
+            0.26,
+            label=label,
+            color=(GREY, BLUE, DARK)[number],
+        )
+        for x, sink in measured:
+            _annotate(axes, x, sink["ratio_median"], f"{sink['ratio_median']:.2f}", sink, size=6.5)
+    axes.axhline(1, color="black", linewidth=0.6, linestyle=":", zorder=0)
+    axes.set_ylabel("tokens/s over plain prefill")
+    axes.set_ylim(0, 1.5)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_title(TITLE.format(prompt_tokens), loc="left")
+    axes.legend(frameon=False, loc="upper left", ncols=3)
+    figure.tight_layout()
+    return figure
+
+
+def _axes(results: Results) -> tuple[Any, Any]:
+    # A fixed salt: the same results give the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "0", "font.size": 9})
+    figure, axes = plt.subplots(figsize=(6.4, 2.8))
+    axes.set_xticks(list(range(len(results))), list(results))
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _annotate(
+    axes: Any, x: float, height: float, ratio: str, sink: Mapping[str, Any], **style: object
+) -> None:
+    text = f"{ratio}\n{sink['gigabytes_per_s']:.1f} GB/s"
+    axes.annotate(text, (x, height), ha="center", va="bottom", **style)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("plot", choices=["prefill", "client"])
     parser.add_argument("target", type=Path)
     parser.add_argument("results", nargs="+", metavar="NAME=RESULTS.json")
     parser.add_argument("--prompt-tokens", type=int, default=2048)
@@ -58,6 +104,7 @@ def main() -> None:
             for result in json.loads(Path(path).read_bytes())
             if result["prompt_tokens"] == options.prompt_tokens
         )
+    draw = draw_client if options.plot == "client" else draw_prefill
     figure = draw(results, prompt_tokens=options.prompt_tokens)
     figure.savefig(options.target, metadata={"Date": None})
 
