@@ -12,7 +12,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from extractor.files import file_system_type, write_at
@@ -87,15 +87,19 @@ class AppendFile:
         self._write_out(self._fill)
         os.fdatasync(self._descriptor)
 
-    def finish(self, begin: bytes | bytearray) -> None:
-        """Cut the file at `position`, put `begin` over its first bytes and make all of it durable.
+    def finish(self, begin: Iterable[bytes]) -> None:
+        """Cut the file at `position`, put the blocks of `begin` over its first bytes, and make all
+        of it durable.
 
         Nothing can be appended after that. Raises OSError.
         """
         self._write_out(self._fill)
         self._set_direct(False)
         os.ftruncate(self._descriptor, self.position)
-        write_at(self._descriptor, begin, 0)
+        offset = 0
+        for block in begin:
+            write_at(self._descriptor, block, offset)
+            offset += len(block)
         os.fsync(self._descriptor)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
-def write_at(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all of `data` at `offset`. Raises OSError."""
     view = memoryview(data).cast("B")
     while view:

@@ -25,9 +25,10 @@ kept at the front. safetensors allows at most 100 MB of header, and trailing spa
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -44,6 +45,7 @@ MAX_HEADER_BYTES = 100_000_000
 #: gigabyte to parse, and us as much to write.
 MAX_ROOM_BYTES = 16 << 20
 _ROOM_STEP_BYTES = 4096
+_BLOCK_BYTES = 1 << 20
 _ENTRY_BYTES = 128  # of one tensor in the header: name, dtype, shape and two offsets of 4 TB
 _METADATA_BYTES = 16384
 
@@ -157,44 +159,51 @@ def encode_shard_header(
     layout: Layout,
     metadata: Mapping[str, str],
     room_bytes: int,
-) -> bytearray:
-    """The bytes before the data, exactly `room_bytes` long.
+) -> Iterator[bytes]:
+    """The bytes before the data, exactly `room_bytes` in all, in blocks of about 1 MiB: all of
+    them together, and as objects still more, would be what takes most memory in the whole client.
 
     `samples`: (ordinal, num_tokens) in file order. Raises CorruptData if they do not fit, which
     `samples_that_fit` rules out.
     """
-    # Written entry by entry into place: as objects, all of them together would take ten times the
-    # bytes, and every further copy of the text as much again.
-    header = bytearray(b" ") * room_bytes
-    struct.pack_into("<Q", header, 0, room_bytes - 8)
-    end = 8
-
-    def put(part: bytes) -> None:
-        nonlocal end
-        if end + len(part) > room_bytes:
+    left = room_bytes
+    block = bytearray()
+    for part in itertools.chain(
+        [struct.pack("<Q", room_bytes - 8), b'{"__metadata__":', orjson.dumps(dict(metadata))],
+        _entries(samples, layout),
+        [b"}"],
+    ):
+        left -= len(part)
+        if left < 0:
             raise CorruptData(f"a shard header does not fit {room_bytes} bytes")
-        header[end : end + len(part)] = part
-        end += len(part)
+        block += part
+        if len(block) >= _BLOCK_BYTES:
+            yield bytes(block)
+            block.clear()
+    yield bytes(block)
+    while left:
+        padding = min(left, _BLOCK_BYTES)
+        yield b" " * padding
+        left -= padding
 
-    put(b'{"__metadata__":' + orjson.dumps(dict(metadata)))
+
+def _entries(samples: Iterable[tuple[int, int]], layout: Layout) -> Iterator[bytes]:
     offset = 0
     for ordinal, num_tokens in samples:
         tensors = sample_tensors(num_tokens, layout)
         for tensor in tensors:
             name = orjson.dumps(tensor_name(ordinal, tensor.name))
-            put(b",%b:%b" % (name, orjson.dumps(tensor.entry(offset))))
+            yield b",%b:%b" % (name, orjson.dumps(tensor.entry(offset)))
         offset += tensors[-1].end
-    put(b"}")
-    return header
 
 
-def shard_digest(header: bytes | bytearray, sample_digests: Iterable[str]) -> str:
+def shard_digest(header: xxhash.xxh3_128, sample_digests: Iterable[str]) -> str:
     """The digest of a sealed shard: xxh3-128 of its header's bytes and its samples' digests.
 
-    `sample_digests`: xxh3-128 in hex, in file order. Every byte of the file is in one of them, and
-    none is read again for it.
+    `header`: the digest of the header's bytes. `sample_digests`: xxh3-128 in hex, in file order.
+    Every byte of the file is in one of them, and none is read again for it.
     """
-    digest = xxhash.xxh3_128(header)
+    digest = header.copy()
     for sample in sample_digests:
         digest.update(bytes.fromhex(sample))
     return str(digest.hexdigest())

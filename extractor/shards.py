@@ -9,7 +9,7 @@ what lies behind that is overwritten.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -169,19 +169,20 @@ class ShardWriter:
         the sealed one, and `sealed_on_disk` tells which. Raises UsageError, and leaves both files,
         when another file has taken the name.
         """
+        digest = xxhash.xxh3_128()
         header = encode_shard_header(
             self._samples,
             layout=self._layout,
             metadata=shard_metadata(self._settings.identity),
             room_bytes=self.shard.data_start,
         )
-        self._file.finish(header)
+        self._file.finish(_digested(header, digest))
         # A look is enough: whoever writes here holds the directory's lock. (Renames that refuse
         # by themselves, and hard links, are not to be had on every file system.)
         require_not_sealed(self._settings.directory, self.shard)
         os.rename(self._path, sealed_shard_path(self._settings.directory, self.shard))
         sync_directory(self._settings.directory)
-        return shard_digest(header, self._digests)
+        return shard_digest(digest, self._digests)
 
     @property
     def num_samples(self) -> int:
@@ -194,6 +195,12 @@ class ShardWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _digested(blocks: Iterable[bytes], digest: xxhash.xxh3_128) -> Iterator[bytes]:
+    for block in blocks:
+        digest.update(block)
+        yield block
 
 
 def require_not_sealed(directory: Path, shard: Shard) -> None:
@@ -210,7 +217,8 @@ def sealed_on_disk(directory: Path, shard: Shard, rows: Sequence[Row]) -> str | 
     """The digest of a shard whose sealing got as far as the rename, whatever the manifest says."""
     try:
         with open(sealed_shard_path(directory, shard), "rb") as file:
-            return shard_digest(file.read(shard.data_start), (row.digest or "" for row in rows))
+            header = xxhash.xxh3_128(file.read(shard.data_start))
+            return shard_digest(header, (row.digest or "" for row in rows))
     except FileNotFoundError:
         return None
 

@@ -79,7 +79,7 @@ def check_steps(path: Path, steps: list[tuple[str, int]], begin: int) -> None:
                 file = AppendFile(path, position=durable, mode=0o600)
         assert file.position == len(model)
     head = b"head"[:begin]
-    file.finish(head)
+    file.finish([head[:2], head[2:]])
     file.close()
     model[: len(head)] = head
     assert path.read_bytes() == model
@@ -117,7 +117,7 @@ def test_a_disk_that_refuses_our_alignment_gets_buffered_writes(
     file.close()
     file = AppendFile(path, position=15_000, mode=0o600)  # in the midst of a block: it is read
     file.write(b"abc")
-    file.finish(b"")
+    file.finish([])
     file.close()
     assert path.read_bytes() == b"abc" * 5001
 
@@ -136,6 +136,6 @@ def test_what_cannot_be_written_is_kept_and_can_be_written_later(
         with pytest.raises(OSError, match="No space"):
             file.sync()
     file.sync()
-    file.finish(b"")
+    file.finish([])
     file.close()
     assert path.read_bytes() == b"abc" * 5000

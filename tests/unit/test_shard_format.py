@@ -42,20 +42,21 @@ def test_a_header_is_read_back_and_its_offsets_tile_the_data(
 ) -> None:
     room = header_room(len(num_tokens), layout)
     samples = list(enumerate(num_tokens))
-    data = encode_shard_header(samples, layout=layout, metadata={"a": "b"}, room_bytes=room)
+    header = encode_shard_header(samples, layout=layout, metadata={"a": "b"}, room_bytes=room)
+    data = b"".join(header)
     assert len(data) == room
-    header = decode_shard_header(data)
-    assert header.pop("__metadata__") == {"a": "b"}
+    entries = decode_shard_header(data)
+    assert entries.pop("__metadata__") == {"a": "b"}
     end = 0
     for ordinal, count in samples:
         for tensor in sample_tensors(count, layout):
-            entry = header.pop(tensor_name(ordinal, tensor.name))
+            entry = entries.pop(tensor_name(ordinal, tensor.name))
             assert entry["shape"] == list(tensor.shape)
             begin, stop = entry["data_offsets"]
             assert begin == end
             assert begin % 4 == 0  # readers that map the file need it
             end = stop
-    assert header == {}
+    assert entries == {}
     assert end == sum(sample_bytes(count, layout) for count in num_tokens)
 
 
@@ -68,7 +69,7 @@ def test_the_safetensors_library_accepts_it(num_tokens: list[int]) -> None:
         metadata=shard_metadata(make_identity()),
         room_bytes=room,
     )
-    data = bytes(header) + bytes(sum(sample_bytes(count, LAYOUT) for count in num_tokens))
+    data = b"".join(header) + bytes(sum(sample_bytes(count, LAYOUT) for count in num_tokens))
     names = [name for name, _ in safetensors.deserialize(data)]
     assert len(names) == 4 * len(num_tokens)
 
@@ -84,7 +85,8 @@ def test_samples_that_fit_never_overflow_the_room(
     samples = [(first_ordinal + n, 10**7) for n in range(fit)]
     metadata = shard_metadata(make_identity(model="m" * 4096, boundaries=layout.boundaries))
     tight = max(0, room - (samples_that_fit(room, layout) - fit) * 128 * len(layout.state_names))
-    encode_shard_header(samples, layout=layout, metadata=metadata, room_bytes=tight)
+    for _ in encode_shard_header(samples, layout=layout, metadata=metadata, room_bytes=tight):
+        pass
 
 
 def test_a_header_never_exceeds_what_readers_accept() -> None:
@@ -93,7 +95,15 @@ def test_a_header_never_exceeds_what_readers_accept() -> None:
 
 def test_a_header_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CorruptData, match="does not fit"):
-        encode_shard_header([(0, 5)], layout=LAYOUT, metadata={}, room_bytes=100)
+        list(encode_shard_header([(0, 5)], layout=LAYOUT, metadata={}, room_bytes=100))
+
+
+def test_a_large_header_comes_in_blocks_that_make_up_its_room() -> None:
+    room = header_room(10_000, LAYOUT)
+    samples = [(number, 5) for number in range(10_000)]
+    blocks = list(encode_shard_header(samples, layout=LAYOUT, metadata={}, room_bytes=room))
+    assert max(map(len, blocks)) < 2 << 20
+    assert sum(map(len, blocks)) == room > 4 << 20
 
 
 def test_an_odd_hidden_size_of_two_bytes_is_refused_before_anything_is_written() -> None:
