@@ -86,6 +86,7 @@ class Client:
                 total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._request_timeout_s
             ),
             headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
             json_serialize=lambda value: orjson.dumps(value).decode(),
             trust_env=False,  # a proxy between us and a local server only hides its faults
         )

@@ -38,6 +38,9 @@ GATHER_S = 0.02
 #: Most samples and bytes in one group: bounds how long a dump waits for its fsync.
 GROUP_SAMPLES = 256
 GROUP_BYTES = 128 << 20
+#: Up to so many bytes go to one mover though others have nothing to do: split up, they would cost
+#: each of them a sync, a commit and the turns of its threads, and gain nothing.
+LIGHT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +286,12 @@ class Movers:
     async def store(
         self, prompt: Prompt, pieces: Sequence[DumpPiece], *, attempts: int
     ) -> Failure | None:
-        """`Mover.store` of the one that has least to do."""
-        mover = min(self.all, key=lambda mover: mover.backlog_bytes)
+        """`Mover.store` of the one that has least to do, or of the first that has little."""
+        size = sample_bytes(prompt.num_tokens, self._settings.identity.layout)
+        mover = next(
+            (mover for mover in self.all if mover.backlog_bytes + size <= LIGHT_BYTES),
+            min(self.all, key=lambda mover: mover.backlog_bytes),
+        )
         return await mover.store(prompt, pieces, attempts=attempts)
 
     @property

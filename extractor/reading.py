@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,8 +18,10 @@ from prompts.render import Renderer
 from prompts.stream import raw_rows, read_prompts
 from prompts.types import BadRow, Prompt
 
-#: Prompts taken per visit to the reading thread.
-READ_BATCH = 16
+#: A visit to the reading thread ends with so many prompts, or the first after so long: a turn of
+#: threads costs as much as reading a small prompt, and a large one is not to wait for others.
+READ_BATCH = 128
+READ_BATCH_S = 0.01
 #: With fewer rows to do, processes cost more seconds to start than they save.
 LEAST_ROWS_FOR_WORKERS = 5000
 MAX_WORKERS = 8
@@ -65,7 +68,13 @@ async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncIterator[Prompt | B
     thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
     def next_batch() -> list[Prompt | BadRow]:
-        return list(islice(rows, READ_BATCH))
+        until = time.monotonic() + READ_BATCH_S
+        batch: list[Prompt | BadRow] = []
+        for row in islice(rows, READ_BATCH):
+            batch.append(row)
+            if time.monotonic() >= until:
+                break
+        return batch
 
     try:
         ahead = loop.run_in_executor(thread, next_batch)

@@ -21,7 +21,7 @@ from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
 from extractor.fleet import Fleet, Member
 from extractor.ledger import Ledger
-from extractor.mover import Movers
+from extractor.mover import GROUP_SAMPLES, Movers
 from extractor.plan import Refusal, dump_bytes, rid_prefix
 from extractor.policy import OnDuplicate
 from extractor.preflight import shm_budget
@@ -70,9 +70,7 @@ class Session:
         self._counters = state.counters
         self._left = left
         self._stop = asyncio.Event()
-        # A prompt's task outlives its request by the copy to the shard; twice as many tasks as
-        # requests keep the servers busy meanwhile.
-        self._tasks = Budget(2)
+        self._tasks = Budget(num_tasks(0))
         self._fleet = Fleet(
             options=options,
             members=members,
@@ -82,7 +80,7 @@ class Session:
             run_id=state.run_id,
             suspects=state.suspects,
             say=reporter.note,
-            resized=lambda room: self._tasks.resize(2 * max(1, room)),
+            resized=lambda room: self._tasks.resize(num_tasks(room)),
         )
         self._limits = self._fleet.limits
         self.budget = Budget(
@@ -290,6 +288,15 @@ class Session:
         raise Interrupted(
             f"stopped; what was in flight after {DRAIN_S:.0f} s is sent again next time"
         )
+
+
+def num_tasks(room: int) -> int:
+    """Prompts under way at a time, where the servers take `room` requests.
+
+    A prompt's task outlives its request by the copy to the shard: twice as many tasks as requests
+    keep the servers busy meanwhile, and of small samples a whole group may be on its way to disk.
+    """
+    return 2 * max(1, room) + GROUP_SAMPLES
 
 
 def shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:

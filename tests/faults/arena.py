@@ -42,6 +42,9 @@ CONCURRENCY = 4
 SHARD_BYTES = 40_000  # about six samples
 #: A prompt's task outlives its request, so twice as many are under way; and one probe a session.
 MOST_IN_FLIGHT = 2 * CONCURRENCY + 1
+#: Samples as small as these would all be on their way at once, and to one mover; the harder case is
+#: that of several open shards, and of prompts that wait for those before them.
+AS_IF_LARGE = {"extractor.mover.LIGHT_BYTES": 0, "extractor.session.GROUP_SAMPLES": 0}
 _CLONE_NEWNS = 0x20000
 
 
@@ -193,7 +196,7 @@ class Arena:
         # Retries without the usual seconds in between.
         for module in (extractor.session, extractor.server_watch):
             module.RetryPolicy = quick_retries  # type: ignore[attr-defined]
-        set_constants(constants)
+        set_constants({**AS_IF_LARGE, **constants})
         install(plan, place / "trace", self.server.pid if self.server and self.server.pid else 0)
         extractor.cli.main()
 

@@ -100,10 +100,16 @@ async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, not
     assert dumps_under(dump_root) == []
 
 
+@pytest.mark.parametrize("light_bytes", [0, extractor.mover.LIGHT_BYTES])
 async def test_many_small_shards_hold_what_one_would(
-    tmp_path: Path, dump_root: Path, notes: Notes
+    light_bytes: int,
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prompts = make_prompts(40, shortest=20)
+    monkeypatch.setattr(extractor.mover, "LIGHT_BYTES", light_bytes)
+    prompts = make_prompts(60, shortest=20)
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         options = options_for(server, path, tmp_path / "out", shard_bytes=60_000, num_movers=2)
