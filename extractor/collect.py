@@ -17,7 +17,7 @@ from server_patch.dump_format import (
     is_dump_name,
     is_error_name,
     open_dump,
-    read_header,
+    read_beginning,
 )
 
 #: An error record is a few hundred bytes.
@@ -38,6 +38,7 @@ class DumpFile:
 
     path: Path
     dump: Dump
+    content: bytes | None = None  # of the whole file, where it was read at once
 
 
 DumpPiece = Piece[DumpFile]
@@ -66,7 +67,9 @@ class DumpWatcher:
     A file that is being written has another name, so what is seen is whole.
     """
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], *, whole_bytes: int = 0) -> None:
+        """`whole_bytes`: dumps of no more are read whole, and kept in memory with their header."""
+        self._whole_bytes = whole_bytes
         self._ranks = {rank.directory: rank for rank in ranks}
         self._watch = DirectoryWatch(
             tuple(self._ranks), is_wanted=lambda name: is_dump_name(name) or is_error_name(name)
@@ -75,7 +78,7 @@ class DumpWatcher:
     def poll(self) -> list[tuple[Rank, Arrival]]:
         """What appeared since the last poll. Raises OSError when a directory is gone."""
         arrivals = (
-            (self._ranks[directory], _read(directory / name))
+            (self._ranks[directory], _read(directory / name, self._whole_bytes))
             for directory, name in self._watch.poll()
         )
         return [(rank, arrival) for rank, arrival in arrivals if arrival is not None]
@@ -85,12 +88,13 @@ class DumpWatcher:
         await self._watch.wait()
 
 
-def _read(path: Path) -> Arrival | None:
+def _read(path: Path, whole_bytes: int) -> Arrival | None:
     try:
         if is_error_name(path.name):
             with open(open_dump(path), "rb") as file:
                 return ErrorFile(path=path, record=decode_error(file.read(MAX_ERROR_BYTES)))
-        return DumpFile(path, read_header(path))
+        dump, beginning = read_beginning(path, whole_bytes=whole_bytes)
+        return DumpFile(path, dump, beginning if dump.size_bytes <= whole_bytes else None)
     except FileNotFoundError:
         return None  # removed by its owner, another run on the same server
     except DumpFormatError as error:

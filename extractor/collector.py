@@ -25,6 +25,10 @@ from manifest.correlate import Correlator, Match, Piece
 from manifest.states import Reason
 from server_patch.dump_format import TEMPORARY_PREFIX
 
+#: So small a dump is read with its header: opening it a second time would cost more than its bytes,
+#: of which no more are kept than of the prompts under way.
+WHOLE_BYTES = 64 << 10
+
 Collected = Sequence[DumpPiece] | Failure
 
 
@@ -34,7 +38,7 @@ class Collector:
 
     def __init__(self, ranks: Sequence[Rank], *, rid_prefix: str) -> None:
         self._ranks = tuple(ranks)
-        self._watcher = DumpWatcher(ranks)
+        self._watcher = DumpWatcher(ranks, whole_bytes=WHOLE_BYTES)
         self._rid_prefix = rid_prefix
         self._correlator = Correlator[DumpFile]()
         self._waiting: dict[str, asyncio.Future[Collected]] = {}

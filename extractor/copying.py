@@ -68,7 +68,7 @@ def append_sample(
 
 
 def appended(
-    file: AppendFile, source: int, begin: int, end: int
+    file: AppendFile, source: int | bytes, begin: int, end: int
 ) -> Iterator[tuple[memoryview, int]]:
     """Append bytes [begin, end) of `source`, part by part; each part, to be looked at while it is
     in the core's cache, and its distance from `begin`. Raises EOFError when the source ends first.
@@ -88,7 +88,7 @@ def check_tokens(prompt: Prompt, piece: DumpPiece) -> None:
         _check_ids(prompt, piece, source)
 
 
-def _check_ids(prompt: Prompt, piece: DumpPiece, source: int) -> None:
+def _check_ids(prompt: Prompt, piece: DumpPiece, source: int | bytes) -> None:
     span = piece.handle.dump.tensors["input_ids"]
     data = bytearray(span.size_bytes)
     with _still_whole(piece):
@@ -118,13 +118,16 @@ def _still_whole(piece: DumpPiece) -> Iterator[None]:
 
 
 class _opened:
-    """Opens a piece's dump for reading; a vanished one is the sample's fault, not a crash."""
+    """Opens a piece's dump for reading, unless it was read whole; a vanished one is the sample's
+    fault, not a crash."""
 
     def __init__(self, piece: DumpPiece) -> None:
         self._piece = piece
         self._descriptor = -1
 
-    def __enter__(self) -> int:
+    def __enter__(self) -> int | bytes:
+        if self._piece.handle.content is not None:
+            return self._piece.handle.content
         path = self._piece.handle.path
         try:
             self._descriptor = open_dump(path)
@@ -141,4 +144,5 @@ class _opened:
         return self._descriptor
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)

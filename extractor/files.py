@@ -17,10 +17,16 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view = view[written:]
 
 
-def read_into(descriptor: int, view: memoryview, offset: int) -> None:
-    """Fill `view` from `offset`. Raises EOFError when the file ends first."""
+def read_into(source: int | bytes, view: memoryview, offset: int) -> None:
+    """Fill `view` from `offset` of a file by its descriptor, or of what was read of one. Raises
+    EOFError when it ends first."""
     while view:
-        count = os.preadv(descriptor, [view], offset)
+        if isinstance(source, int):
+            count = os.preadv(source, [view], offset)
+        else:
+            part = source[offset : offset + len(view)]
+            count = len(part)
+            view[:count] = part
         if count == 0:
             raise EOFError(f"file ends at byte {offset}, {len(view)} more were expected")
         offset += count

@@ -320,16 +320,23 @@ def open_dump(path: Path) -> int:
 
 def read_header(path: Path) -> Dump:
     """Header of the dump at `path`. Raises OSError, DumpFormatError (naming the path)."""
+    return read_beginning(path)[0]
+
+
+def read_beginning(path: Path, *, whole_bytes: int = 0) -> tuple[Dump, bytes]:
+    """Header of the dump at `path`, and the file's first bytes: all of it where it has no more than
+    `whole_bytes`, else the header at least. Raises OSError, DumpFormatError (naming the path).
+    """
     with open(open_dump(path), "rb", buffering=0) as file:
         file_bytes = os.fstat(file.fileno()).st_size
-        prefix = file.read(4096)
+        prefix = file.read(file_bytes if file_bytes <= whole_bytes else 4096)
         if len(prefix) >= 8:
             (length,) = struct.unpack_from("<Q", prefix)
             missing = min(8 + length, MAX_HEADER_BYTES) - len(prefix)
             if missing > 0:
                 prefix += file.read(missing)
     try:
-        return decode_header(prefix, file_bytes=file_bytes)
+        return decode_header(prefix, file_bytes=file_bytes), prefix
     except DumpFormatError as error:
         raise DumpFormatError(f"{path}: {error}") from error
 

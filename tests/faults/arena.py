@@ -42,9 +42,14 @@ CONCURRENCY = 4
 SHARD_BYTES = 40_000  # about six samples
 #: A prompt's task outlives its request, so twice as many are under way; and one probe a session.
 MOST_IN_FLIGHT = 2 * CONCURRENCY + 1
-#: Samples as small as these would all be on their way at once, and to one mover; the harder case is
-#: that of several open shards, and of prompts that wait for those before them.
-AS_IF_LARGE = {"extractor.mover.LIGHT_BYTES": 0, "extractor.session.GROUP_SAMPLES": 0}
+#: Samples as small as these would be read with their headers, be all on their way at once, and go
+#: to one mover; the harder case is that of dumps that wait in their files, of prompts that wait
+#: for those before them, and of several open shards.
+AS_IF_LARGE = {
+    "extractor.collector.WHOLE_BYTES": 0,
+    "extractor.session.GROUP_SAMPLES": 0,
+    "extractor.mover.LIGHT_BYTES": 0,
+}
 _CLONE_NEWNS = 0x20000
 
 

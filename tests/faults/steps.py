@@ -275,11 +275,11 @@ def _wrap_rest(steps: Steps) -> None:
     import extractor.collect
     from extractor.client import Client
 
-    read_header, generate, flock = extractor.collect.read_header, Client.generate, fcntl.flock
+    read_beginning, generate, flock = extractor.collect.read_beginning, Client.generate, fcntl.flock
 
-    def seen(path: Path) -> Any:
+    def seen(path: Path, **options: int) -> Any:
         with steps.at("dump-seen", path):
-            return read_header(path)
+            return read_beginning(path, **options)
 
     async def send(self: Client, request: Any) -> Any:
         with steps.at("request"):
@@ -289,7 +289,7 @@ def _wrap_rest(steps: Steps) -> None:
         with steps.at("lock"):
             flock(descriptor, operation)
 
-    extractor.collect.read_header = seen
+    extractor.collect.read_beginning = seen
     Client.generate = send  # type: ignore[method-assign]
     fcntl.flock = lock  # type: ignore[assignment]
 

@@ -38,6 +38,10 @@ def collector(rank: Rank) -> Collector:
     return Collector([rank], rid_prefix="xtr-run-")
 
 
+def dump_paths(server: FakeServer) -> list[Path]:
+    return list(server.directory.glob("*.safetensors"))
+
+
 def ids(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32)
 
@@ -59,6 +63,20 @@ async def test_each_file_is_reported_once_and_temporary_ones_never(
     assert watcher.poll() == []
     server.dump(RID, ids(3))
     assert len(watcher.poll()) == 1
+
+
+async def test_only_small_files_are_kept_in_memory_with_their_headers(
+    server: FakeServer, rank: Rank
+) -> None:
+    server.dump(RID, ids(6))  # pieces of 4 rows and 2
+    sizes = sorted(path.stat().st_size for path in dump_paths(server))
+    arrived = [arrival for _, arrival in DumpWatcher([rank], whole_bytes=sizes[0]).poll()]
+    small, large = sorted(arrived, key=lambda arrival: arrival.path.stat().st_size)
+    assert isinstance(small, DumpFile)
+    assert small.content == small.path.read_bytes()
+    assert isinstance(large, DumpFile)
+    assert large.content is None
+    assert [arrival.content for _, arrival in DumpWatcher([rank]).poll()] == [None, None]
 
 
 async def test_unreadable_files_and_error_records_are_told_apart(

@@ -23,14 +23,17 @@ from extractor.testing import fake_states
 from manifest.correlate import Piece
 from manifest.records import Row, Shard, Stored
 from manifest.states import Reason, State
-from server_patch.dump_format import encode_header, read_header
+from server_patch.dump_format import encode_header, read_beginning
 
 
 class Dumps:
-    """Writes a prompt's dumps as the plugin would, in pieces of some rows."""
+    """Writes a prompt's dumps as the plugin would, in pieces of some rows; read whole or not."""
 
-    def __init__(self, directory: Path, layout: Layout = LAYOUT) -> None:
+    def __init__(
+        self, directory: Path, layout: Layout = LAYOUT, *, are_read_whole: bool = False
+    ) -> None:
         self._directory = directory
+        self._are_read_whole = are_read_whole
         self._layout = layout
         self._counter = count()
 
@@ -51,7 +54,8 @@ class Dumps:
             path = self._directory / f"{counter:010d}.safetensors"
             parts = [states[name][start:end].tobytes() for name in self._layout.state_names]
             path.write_bytes(encode_header(header) + b"".join(parts) + ids[start:end].tobytes())
-            handle = DumpFile(path, read_header(path))
+            dump, content = read_beginning(path, whole_bytes=1 << 20)
+            handle = DumpFile(path, dump, content if self._are_read_whole else None)
             pieces.append(Piece(start=start, rows=end - start, handle=handle))
         return pieces
 
@@ -84,13 +88,14 @@ def row_of(stored: Stored, num_tokens: int) -> Row:
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("last_kind", ["post", "pre", "both"])
+@pytest.mark.parametrize("are_read_whole", [True, False])
 def test_the_safetensors_library_gives_back_every_value(
-    tmp_path: Path, settings: ShardSettings, dtype: str, last_kind: str
+    tmp_path: Path, settings: ShardSettings, dtype: str, last_kind: str, are_read_whole: bool
 ) -> None:
     layout = Layout(boundaries=(1, 2), hidden_size=6, dtype=dtype, last_kind=last_kind)
     identity = make_identity(boundaries=(1, 2), hidden_size=6, dtype=dtype, last_kind=last_kind)
     settings = replace(settings, identity=identity)
-    dumps = Dumps(tmp_path, layout)
+    dumps = Dumps(tmp_path, layout, are_read_whole=are_read_whole)
     writer = ShardWriter.create(settings, number=3, expected_samples=10)
     prompts = make_prompts(5)
     for ordinal, row in enumerate(prompts):

@@ -33,6 +33,7 @@ from server_patch.dump_format import (
     error_name,
     is_dump_name,
     is_error_name,
+    read_beginning,
     read_header,
 )
 
@@ -214,6 +215,21 @@ def test_bytes_that_are_no_header_are_refused_quickly(data: bytes, tmp_path: Pat
     path.write_bytes(data)
     with pytest.raises(DumpFormatError, match=str(path)):
         read_header(path)
+
+
+@pytest.mark.parametrize("more_bytes", [-1, 0, 1])
+def test_a_file_is_read_whole_up_to_a_size_and_only_its_beginning_beyond(
+    more_bytes: int, tmp_path: Path
+) -> None:
+    header = make_header(hidden_size=1024)
+    content = encode_header(header)
+    content += bytes(data_bytes(header))
+    assert len(content) > 4096
+    path = tmp_path / dump_name(1)
+    path.write_bytes(content)
+    dump, beginning = read_beginning(path, whole_bytes=len(content) + more_bytes)
+    assert dump == read_header(path)
+    assert beginning == (content if more_bytes >= 0 else content[:4096])
 
 
 def test_a_huge_claim_does_not_make_the_reader_read_it(tmp_path: Path) -> None:
