@@ -70,7 +70,7 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        headers = {}
+        headers = {"Content-Type": "application/json"}  # of whatever has a body
         if key := os.environ.get(API_KEY_VARIABLE):
             if not key.isascii() or not key.isprintable():
                 raise UsageError(f"{API_KEY_VARIABLE} holds what no header may: a line end?")
@@ -87,7 +87,6 @@ class Client:
             ),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            json_serialize=lambda value: orjson.dumps(value).decode(),
             trust_env=False,  # a proxy between us and a local server only hides its faults
         )
         return self
@@ -107,7 +106,7 @@ class Client:
         the others. Raises nothing but cancellation.
         """
         try:
-            async with self._http.post(f"{self.url}/generate", json=request.body()) as response:
+            async with self._http.post(f"{self.url}/generate", data=request.to_json()) as response:
                 data = await _bounded(response)
                 if response.status != 200:
                     return _http_failure(response.status, data)
@@ -130,7 +129,7 @@ class Client:
         try:
             async with self._http.post(
                 f"{self.url}/abort_request",
-                json={"rid": rid},
+                data=orjson.dumps({"rid": rid}),
                 timeout=aiohttp.ClientTimeout(total=2.0),
             ):
                 pass

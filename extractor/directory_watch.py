@@ -21,8 +21,8 @@ from inotify_simple import INotify, flags
 
 #: Between two listings.
 LISTING_INTERVAL_S = 1.0
-#: Between two looks while something arrives.
-BUSY_INTERVAL_S = 0.002
+#: Between two looks while something arrives: a look costs as much as reading several headers.
+BUSY_INTERVAL_S = 0.005
 #: The same while nothing does, where the kernel tells nothing.
 IDLE_INTERVAL_S = 0.02
 
@@ -112,12 +112,12 @@ class DirectoryWatch:
                 is_all = False
             elif self._is_wanted(event.name):
                 path = self._watched[event.wd]
-                if _is_regular(path / event.name):
+                if _is_regular(f"{path}/{event.name}"):
                     found[path].add(event.name)
         return is_all
 
 
-def _is_regular(path: Path) -> bool:
+def _is_regular(path: str) -> bool:
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import orjson
+
 from extractor.config import Layout
 from manifest.states import Reason
 from prompts.types import Prompt
@@ -47,19 +50,20 @@ class Request:
     rid: str
     prompt: Prompt
 
-    def body(self) -> dict[str, object]:
-        """The JSON of POST /generate. Ids only, so that nothing is tokenised twice.
+    def to_json(self) -> bytes:
+        """The body of POST /generate. Ids only, so that nothing is tokenised twice.
 
         `extra_key` isolates the attempt in the prefix cache: a row served from the cache would
         have no state. SGLang computes one token at least, and a prompt's own token is free.
         """
-        return {
+        document = {
             "rid": self.rid,
-            "input_ids": self.prompt.input_ids.tolist(),
+            "input_ids": np.ascontiguousarray(self.prompt.input_ids),
             "extra_key": self.rid,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "stream": False,
         }
+        return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -305,6 +305,10 @@ def open_dump(path: Path) -> int:
     What is no regular file is refused, not waited for or followed: anybody who may write to the
     directory can put a pipe or a link there. Raises OSError, DumpFormatError.
     """
+    return _open_regular(path)[0]
+
+
+def _open_regular(path: Path) -> tuple[int, os.stat_result]:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags)
@@ -312,10 +316,11 @@ def open_dump(path: Path) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise DumpFormatError(f"{path} is no regular file") from error
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode):
         os.close(descriptor)
         raise DumpFormatError(f"{path} is no regular file")
-    return descriptor
+    return descriptor, facts
 
 
 def read_header(path: Path) -> Dump:
@@ -327,16 +332,18 @@ def read_beginning(path: Path, *, whole_bytes: int = 0) -> tuple[Dump, bytes]:
     """Header of the dump at `path`, and the file's first bytes: all of it where it has no more than
     `whole_bytes`, else the header at least. Raises OSError, DumpFormatError (naming the path).
     """
-    with open(open_dump(path), "rb", buffering=0) as file:
-        file_bytes = os.fstat(file.fileno()).st_size
-        prefix = file.read(file_bytes if file_bytes <= whole_bytes else 4096)
+    descriptor, facts = _open_regular(path)
+    try:
+        prefix = os.read(descriptor, facts.st_size if facts.st_size <= whole_bytes else 4096)
         if len(prefix) >= 8:
             (length,) = struct.unpack_from("<Q", prefix)
             missing = min(8 + length, MAX_HEADER_BYTES) - len(prefix)
             if missing > 0:
-                prefix += file.read(missing)
+                prefix += os.read(descriptor, missing)
+    finally:
+        os.close(descriptor)
     try:
-        return decode_header(prefix, file_bytes=file_bytes), prefix
+        return decode_header(prefix, file_bytes=facts.st_size), prefix
     except DumpFormatError as error:
         raise DumpFormatError(f"{path}: {error}") from error
 

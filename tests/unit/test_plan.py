@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import orjson
 import pytest
 from helpers import LAYOUT, Ids, make_header, prompt_of
 from hypothesis import given
@@ -51,9 +52,9 @@ def test_dumps_never_take_more_than_was_planned(
 
 def test_a_request_carries_ids_only_and_isolates_itself() -> None:
     prompt = prompt_of(Ids(ids=(5, 6, 7), mask=(0, 1, 1)))
-    body = Request(rid="xtr-r-s-1-1", prompt=prompt).body()
+    body = orjson.loads(Request(rid="xtr-r-s-1-1", prompt=prompt).to_json())
     assert body["input_ids"] == [5, 6, 7]
-    assert all(type(token) is int for token in body["input_ids"])  # type: ignore[attr-defined]
+    assert all(type(token) is int for token in body["input_ids"])
     assert body["rid"] == body["extra_key"] == "xtr-r-s-1-1"
     assert body["sampling_params"] == {"max_new_tokens": 1, "temperature": 0}
     assert "text" not in body
