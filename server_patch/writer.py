@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from server_patch.files import replace
+from server_patch.dump_format import dump_name, error_name
+from server_patch.files import remove_unfinished, replace
 from server_patch.messages import (
     MAX_MESSAGE_BYTES,
     MAX_PIECES,
@@ -234,7 +235,18 @@ class WriterPool:
         if was_ours:
             logger.error("hidden states: a writer process ended with status %s", status)
         for slot, job in writer.given:
+            self._remove_unfinished(job)
             self._give_up(slot, job, f"the writer process ended with status {status}")
+
+    def _remove_unfinished(self, job: Job) -> None:
+        """Remove what a dead writer had begun of `job`: it takes memory, and no other write of it
+        would come to take its place."""
+        dumps = [piece.counter for piece in job.pieces]
+        records = [*dumps, *(failure.counter for failure in job.failures)]
+        names = [*map(dump_name, dumps), *map(error_name, records)]
+        for name in names:
+            with suppress(OSError):
+                remove_unfinished(self._directory, name)
 
     def _replace_dead(self) -> None:
         with self._lock:

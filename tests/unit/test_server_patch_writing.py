@@ -18,7 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server_patch import files
-from server_patch.dump_format import decode_error, is_dump_name, is_error_name, read_header
+from server_patch.dump_format import (
+    decode_error,
+    dump_name,
+    error_name,
+    is_dump_name,
+    is_error_name,
+    read_header,
+)
 from server_patch.engine import Batch
 from server_patch.layout import Layout
 from server_patch.messages import (
@@ -351,9 +358,13 @@ def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Pat
     while not any(writer.given for writer in rig.writers._writers):
         assert time.monotonic() < until
         time.sleep(0.005)
+    # What a writer leaves that dies in the middle of a file, a dump or an error record.
+    for name in (dump_name(1), dump_name(2), error_name(2)):
+        (tmp_path / f".tmp-{name}").write_bytes(b"half")
     for process in victims:
         process.kill()
     rig.wait(dumps=1, errors=2)
+    assert not list(tmp_path.glob(".tmp-*.safetensors"))
     assert "ended with status -9" in rig.reasons()["xtr-a"]
     while not (left := rig.writers._writers) or any(w.process in victims for w in left):
         assert time.monotonic() < until
