@@ -38,9 +38,14 @@ def write_whole(directory: Path, name: str, parts: Sequence[Buffer], *, mode: in
 
 def replace(directory: Path, name: str, data: bytes, *, mode: int) -> None:
     """Like `write_whole` for a file that may exist already, also from an interrupted write."""
+    remove_unfinished(directory, name)
+    write_whole(directory, name, [data], mode=mode)
+
+
+def remove_unfinished(directory: Path, name: str) -> None:
+    """Remove what an interrupted write of `name` left, if anything. Raises OSError."""
     with suppress(FileNotFoundError):
         os.unlink(directory / f"{TEMPORARY_PREFIX}{name}")
-    write_whole(directory, name, [data], mode=mode)
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> int:

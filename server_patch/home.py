@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,23 +50,33 @@ def make_home(
     rank: None when the engine does not tell it: then the first free one below `num_ranks`.
     Raises HomeError, OSError.
     """
-    root.mkdir(mode=directory_mode, parents=True, exist_ok=True)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # a root that is there keeps the mode it was given
+        _make_directory(root, mode=directory_mode)
     candidate = boot_id
     for _ in range(_MAX_BOOT_IDS):
         boot = root / candidate
         with suppress(FileExistsError):
-            boot.mkdir()
-            os.chmod(boot, directory_mode)
+            _make_directory(boot, mode=directory_mode)
         for number in range(num_ranks) if rank is None else (rank,):
             directory = boot / str(number)
             try:
-                directory.mkdir()
+                _make_directory(directory, mode=directory_mode)
             except FileExistsError:
                 continue
-            os.chmod(directory, directory_mode)
             return Home(directory=directory, boot_id=candidate, rank=number, file_mode=file_mode)
         candidate = f"{boot_id[:48]}-{secrets.token_hex(4)}"
     raise HomeError(f"no free directory for rank {rank} under {root / boot_id}")
+
+
+def _make_directory(directory: Path, *, mode: int) -> None:
+    """Make `directory` with exactly these permission bits, whatever the umask takes away.
+
+    A set-group-id bit that it got from its parent stays: by that, files get the parent's group.
+    Raises FileExistsError, OSError.
+    """
+    directory.mkdir(mode=mode)
+    os.chmod(directory, mode | (directory.stat().st_mode & stat.S_ISGID))
 
 
 def tell_failed(home: Home, reason: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final, Literal
 
 import torch
@@ -229,6 +229,8 @@ class LastLayerProbe:
         return seen
 
     def _after_layer(self, _module: Any, _inputs: Any, output: Any) -> None:
-        hidden, residual = (*tensors_of(output), None)[:2]
-        if hidden is not None:
-            self._seen = stream_of(self._stream, hidden, residual)
+        # Raised here, an error would be the model's: the sum takes memory, and there may be none.
+        with suppress(Exception):
+            hidden, residual = (*tensors_of(output), None)[:2]
+            if hidden is not None:
+                self._seen = stream_of(self._stream, hidden, residual)

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from server_patch.files import replace
+from server_patch.dump_format import dump_name, error_name
+from server_patch.files import remove_unfinished, replace
 from server_patch.messages import (
     MAX_MESSAGE_BYTES,
     MAX_PIECES,
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S: Final = 1.0
 _START_TIMEOUT_S: Final = 60.0
+#: A writer needs a fraction of a second for a job. While the ring is full the forward stands still,
+#: and the engine's watchdog ends a server whose forward does so for minutes (300 s by default).
+_PATIENCE_S: Final = 60.0
 #: What one writer writes in a few milliseconds.
 _PART_BYTES: Final = 8 << 20
 #: Isolated and without site: a writer needs the standard library and this package, nothing else.
@@ -61,6 +65,8 @@ class _Writer:
     socket: socket.socket
     given: deque[tuple[Slot | None, Job]] = field(default_factory=deque)
     num_reports: int = 0
+    waited_for_since: float = 0.0  # clock; its last report, or its first job after none was left
+    was_stuck: bool = False  # and therefore killed
 
 
 class WriterPool:
@@ -174,6 +180,8 @@ class WriterPool:
             writer = min(self._writers, key=lambda writer: len(writer.given), default=None)
             if writer is None:
                 raise WriterError("no writer process is left")
+            if not writer.given:
+                writer.waited_for_since = self._clock()
             # Before it is sent: the report may come at once.
             writer.given.append((slot, job))
         try:
@@ -200,8 +208,21 @@ class WriterPool:
         try:
             for key, _ in self._selector.select(timeout=timeout_s):
                 self._take_report(key.data)
+            self._end_stuck()
         finally:
             self._taking.release()
+
+    def _end_stuck(self) -> None:
+        """Kill writers that have jobs and say nothing: stopped by a signal, for one. What they were
+        given is then recorded as of any dead one, and the forward gets its slots back."""
+        now = self._clock()
+        with self._lock:
+            waited_for = [w for w in self._writers if w.given and not w.was_stuck]
+        for writer in waited_for:
+            if now - writer.waited_for_since > _PATIENCE_S:
+                logger.error("hidden states: a writer process says nothing for %s s", _PATIENCE_S)
+                writer.was_stuck = True
+                writer.process.kill()
 
     def _take_report(self, writer: _Writer) -> None:
         try:
@@ -215,6 +236,7 @@ class WriterPool:
         writer.num_reports += 1
         with self._lock:
             slot, _ = writer.given.popleft()
+            writer.waited_for_since = self._clock()
         if slot is not None:
             self._ring.release(slot)
         self._stats.add(**report._asdict())
@@ -230,11 +252,22 @@ class WriterPool:
             if was_ours:
                 self._writers.remove(writer)
                 # One that never did any work would only die again.
-                self._num_to_start += writer.num_reports > 0
+                self._num_to_start += writer.was_stuck or writer.num_reports > 0
         if was_ours:
             logger.error("hidden states: a writer process ended with status %s", status)
         for slot, job in writer.given:
+            self._remove_unfinished(job)
             self._give_up(slot, job, f"the writer process ended with status {status}")
+
+    def _remove_unfinished(self, job: Job) -> None:
+        """Remove what a dead writer had begun of `job`: it takes memory, and no other write of it
+        would come to take its place."""
+        dumps = [piece.counter for piece in job.pieces]
+        records = [*dumps, *(failure.counter for failure in job.failures)]
+        names = [*map(dump_name, dumps), *map(error_name, records)]
+        for name in names:
+            with suppress(OSError):
+                remove_unfinished(self._directory, name)
 
     def _replace_dead(self) -> None:
         with self._lock:

@@ -409,7 +409,20 @@ class TestHome:
         finally:
             os.umask(before)
         assert [home.directory for home in homes] == [tmp_path / "r/b/0", tmp_path / "r/b/1"]
-        assert (tmp_path / "r/b/1").stat().st_mode & 0o777 == 0o750
+        # The root too: a client of another user has to get through it.
+        for made in ("r", "r/b", "r/b/1"):
+            assert (tmp_path / made).stat().st_mode & 0o777 == 0o750, made
+
+    def test_a_root_that_is_there_keeps_its_mode_and_hands_on_its_group(
+        self, tmp_path: Path
+    ) -> None:
+        root = tmp_path / "r"
+        root.mkdir()
+        os.chmod(root, 0o2711)
+        home = self.make(root)
+        assert root.stat().st_mode & 0o7777 == 0o2711
+        for made in (home.directory.parent, home.directory):
+            assert made.stat().st_mode & 0o7777 == 0o2750, made
 
     def test_a_rank_the_engine_does_not_tell_is_the_first_free_one(self, tmp_path: Path) -> None:
         assert [self.make(tmp_path, rank=None).rank for _ in range(3)] == [0, 1, 0]

@@ -394,6 +394,27 @@ def test_a_forward_that_runs_otherwise_than_the_proven_one_gives_nothing() -> No
     assert points.split(result) == (result, None)
 
 
+def test_a_last_layer_whose_states_cannot_be_added_up_harms_nobody() -> None:
+    """The sum takes device memory, and there may be none left."""
+    court = Court(Inner())
+    run(court.inner, make_batch())
+    (found,) = court.proven
+    court.uninstall()
+    points = LayerHooks(court.parts, (1, 3), stream=found.stream, consumers=found.consumers)
+    probe = points.probe()
+
+    class NoMemory(torch.Tensor):
+        def __add__(self, other: object) -> Any:
+            raise torch.OutOfMemoryError("injected")
+
+    probe.listen()
+    last = court.inner.layers[-1]
+    state = torch.ones(2, H)
+    last.forward = lambda *_: (state.as_subclass(NoMemory), state)
+    assert len(last()) == 2
+    assert probe.take() is None
+
+
 # ---- the engine's own capture points, audited --------------------------------------------------
 
 

@@ -18,7 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server_patch import files
-from server_patch.dump_format import decode_error, is_dump_name, is_error_name, read_header
+from server_patch.dump_format import (
+    decode_error,
+    dump_name,
+    error_name,
+    is_dump_name,
+    is_error_name,
+    read_header,
+)
 from server_patch.engine import Batch
 from server_patch.layout import Layout
 from server_patch.messages import (
@@ -83,6 +90,7 @@ class Rig:
         num_slots: int = 2,
         start: bool = True,
         stager: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         RIGS.append(self)
         self.directory = directory
@@ -122,6 +130,7 @@ class Rig:
             ring=self.ring,
             stager=stager,
             stats=self.stats,
+            clock=clock,
         )
         self.tap = Tap(
             rid_prefix="xtr-",
@@ -351,9 +360,13 @@ def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Pat
     while not any(writer.given for writer in rig.writers._writers):
         assert time.monotonic() < until
         time.sleep(0.005)
+    # What a writer leaves that dies in the middle of a file, a dump or an error record.
+    for name in (dump_name(1), dump_name(2), error_name(2)):
+        (tmp_path / f".tmp-{name}").write_bytes(b"half")
     for process in victims:
         process.kill()
     rig.wait(dumps=1, errors=2)
+    assert not list(tmp_path.glob(".tmp-*.safetensors"))
     assert "ended with status -9" in rig.reasons()["xtr-a"]
     while not (left := rig.writers._writers) or any(w.process in victims for w in left):
         assert time.monotonic() < until
@@ -362,6 +375,41 @@ def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Pat
         rig.tap.take(make_batch([5], [f"xtr-{number}"]), make_states(5))
     rig.wait(dumps=5, errors=2)
     rig.writers.stop()
+
+
+def test_writers_that_stand_still_do_not_stop_the_server(tmp_path: Path) -> None:
+    """While the ring is full the forward waits, and a server that waits too long is ended by its
+    own watchdog."""
+    skipped_s = 0.0
+    rig = Rig(tmp_path, num_slots=2, clock=lambda: time.monotonic() + skipped_s)
+    victims = [writer.process for writer in rig.writers._writers]
+    for process in victims:
+        process.send_signal(signal.SIGSTOP)
+
+    def forwards() -> None:
+        for number in range(3):  # more than there are slots
+            rig.tap.take(make_batch([5], [f"xtr-{number}"]), make_states(5))
+
+    thread = threading.Thread(target=forwards, daemon=True)
+    thread.start()
+    until = time.monotonic() + 10
+    while sum(len(writer.given) for writer in rig.writers._writers) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert thread.is_alive()
+    skipped_s = 3600.0
+    thread.join(10)
+    assert not thread.is_alive()
+    until = time.monotonic() + 10
+    while not (left := rig.writers._writers) or any(w.process in victims for w in left):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert "ended with status -9" in rig.reasons()["xtr-0"]
+    assert "ended with status -9" in rig.reasons()["xtr-1"]
+    rig.tap.take(make_batch([5], ["xtr-after"]), make_states(5))
+    while "xtr-after" not in {header.rid for header, _ in rig.dumps()}:
+        assert time.monotonic() < until
+        time.sleep(0.005)
 
 
 def test_a_job_is_spread_over_the_writers_and_fits_a_message() -> None:
