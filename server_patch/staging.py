@@ -25,7 +25,7 @@ TORCH_DTYPES = {
 
 
 class StagingError(RuntimeError):
-    """The engine's tensors do not have the shape that was armed."""
+    """The engine's tensors do not have the shape or the dtype that was armed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class States:
     input_ids: torch.Tensor  # [T]
 
     def check(self, layout: Layout) -> None:
-        """Raises StagingError unless every tensor has the shape that `layout` promises."""
+        """Raises StagingError unless every tensor has the shape and the dtype that `layout`
+        promises: a copy into another dtype would round in silence."""
         rows, hidden = self.last.shape[0], layout.hidden_size
         wanted = {"last": (self.last, hidden)}
         if isinstance(self.aux, torch.Tensor):
@@ -56,6 +57,10 @@ class States:
         for name, (tensor, width) in wanted.items():
             if tuple(tensor.shape) != (rows, width):
                 raise StagingError(f"{name} is {list(tensor.shape)}, must be {[rows, width]}")
+            if tensor.dtype != TORCH_DTYPES[layout.dtype]:
+                raise StagingError(
+                    f"{name} is {tensor.dtype}, the model's states are {layout.dtype}"
+                )
         if self.input_ids.dim() != 1 or self.input_ids.shape[0] < rows:
             raise StagingError(f"input_ids is {list(self.input_ids.shape)}, must be [>= {rows}]")
 

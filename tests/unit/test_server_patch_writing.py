@@ -257,7 +257,7 @@ def test_a_batch_that_contradicts_itself_becomes_error_records(rig: Rig) -> None
     rig.wait(dumps=1, errors=1)
 
 
-def test_states_of_another_shape_become_error_records(rig: Rig) -> None:
+def test_states_of_another_shape_or_dtype_become_error_records(rig: Rig) -> None:
     good = make_states(4)
     wrong = [
         States(aux=good.aux[:2], last=good.last, last_pre=good.last_pre, input_ids=good.input_ids),
@@ -268,16 +268,23 @@ def test_states_of_another_shape_become_error_records(rig: Rig) -> None:
             last_pre=good.last_pre,
             input_ids=good.input_ids,
         ),
+        States(
+            aux=[good.aux[0], good.aux[1].double(), good.aux[2]],
+            last=good.last,
+            last_pre=good.last_pre,
+            input_ids=good.input_ids,
+        ),
     ]
     for number, states in enumerate(wrong):
         with pytest.raises(StagingError):
             states.check(LAYOUT)
         rig.tap.take(make_batch([4], [f"xtr-{number}"]), states)
-    rig.wait(errors=3)
+    rig.wait(errors=4)
     reasons = rig.reasons()
     assert "3 boundaries are armed, 2 were captured" in reasons["xtr-0"]
     assert "final norm" in reasons["xtr-1"]
     assert "aux[0] is [2, 4], must be [4, 4]" in reasons["xtr-2"]
+    assert "aux[1] is torch.float64, the model's states are F32" in reasons["xtr-3"]
 
 
 def test_a_copy_that_fails_gives_the_slot_back(tmp_path: Path) -> None:
