@@ -136,10 +136,11 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
 async def _run_until_done(
     options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
 ) -> RunSummary:
-    """One session after another, for as long as a server that went comes back in time."""
+    """Begin anew, for as long as a server that went comes back in time."""
+    counters = Counters()
     while True:
         try:
-            return await _run(options, reporter, files, owner)
+            return await _run(options, reporter, files, owner, counters)
         except (ServerGone, ExceptionGroup) as error:
             if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
                 raise
@@ -158,9 +159,13 @@ def _scan(options: RunOptions) -> tuple[InputFile, ...]:
 
 
 async def _run(
-    options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
+    options: RunOptions,
+    reporter: Reporter,
+    files: tuple[InputFile, ...],
+    owner: StoreOwner,
+    counters: Counters,
 ) -> RunSummary:
-    state = await RunState.load(owner, files)
+    state = await RunState.load(owner, files, counters)
     if state.is_new:
         require_begun(options.out)
     else:
@@ -199,7 +204,8 @@ async def _run(
             # Only now: a command that is refused must leave the data set as it was.
             reopened = await owner.call(Store.reopen_failed)
             reporter.note(f"tried again: {counted(reopened, 'failed row')}")
-            state = await RunState.load(owner, files)
+            counters.failed_by_reason.clear()
+            state = await RunState.load(owner, files, counters)
         if state.is_finished:
             remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
             for target in targets:
@@ -209,7 +215,7 @@ async def _run(
         reporter.note(
             f"{ready.model_path} at {', '.join(target.url for target in targets)}: "
             f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
-            f"{state.counters.num_rows:,} rows, {state.counters.settled_before:,} settled before"
+            f"{state.counters.num_rows:,} rows, {state.counters.settled:,} settled before"
         )
         if options.shm_budget_bytes is None:
             ranks = [rank for target in targets for rank in target.ranks]

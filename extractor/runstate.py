@@ -32,27 +32,31 @@ class RunState:
     is_new: bool
 
     @classmethod
-    async def load(cls, owner: StoreOwner, files: Sequence[InputFile]) -> RunState:
+    async def load(
+        cls, owner: StoreOwner, files: Sequence[InputFile], counters: Counters
+    ) -> RunState:
+        """`counters`: of this session, which goes on counting where a server came back."""
         num_rows = sum(file.num_rows for file in files)
 
         def read(store: Store) -> RunState:
             identity = store.identity()
             settled = bytearray(num_rows)
-            count = 0
             for begin, end in store.settled_ranges():
                 span = range(num_rows)[begin:end]
                 settled[span.start : span.stop] = b"\x01" * len(span)
-                count += len(span)
             return cls(
                 run_id=identity.get(RUN_ID) or secrets.token_hex(4),
                 settled=settled,
                 attempts=store.attempts(),
                 suspects=store.suspects(),
-                counters=Counters(num_rows=num_rows, settled_before=count),
+                counters=counters,
                 is_new=not identity,
             )
 
-        return await owner.call(read)
+        state = await owner.call(read)
+        counters.num_rows = num_rows
+        counters.settled_before = state.settled.count(1) - counters.stored - counters.failed
+        return state
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """These rows need work again."""
@@ -70,7 +74,7 @@ class RunState:
 
     @property
     def is_finished(self) -> bool:
-        return not self.is_new and self.counters.settled_before == self.counters.num_rows
+        return not self.is_new and self.counters.settled == self.counters.num_rows
 
 
 async def begin_or_continue(

@@ -108,7 +108,8 @@ class Session:
     async def run(self, files: Sequence[InputFile]) -> None:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""
         await self._movers.open(self._left.open_shards)
-        self._counters.started = time.monotonic()  # the speed is that of the work, not of its start
+        if not self._counters.sent:  # the speed is that of the work, not of its start
+            self._counters.started = time.monotonic()
         with stop_on_signals(self._stop):
             await self._run_until_settled(files)
         if self._stop.is_set():
@@ -217,7 +218,7 @@ class Session:
         self, files: Sequence[InputFile], admission: Admission, work: asyncio.TaskGroup
     ) -> None:
         sources = {file.path: number for number, file in enumerate(files)}
-        rows_left = self._counters.num_rows - self._counters.settled_before
+        rows_left = self._counters.num_rows - self._counters.settled
         with prompts_of(
             files,
             self._renderer,

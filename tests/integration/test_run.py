@@ -1017,6 +1017,7 @@ async def test_a_full_output_disk_stops_with_exit_4_and_loses_nothing(
 ) -> None:
     prompts = make_prompts(60, shortest=20)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
+    monkeypatch.setattr(extractor.mover, "GROUP_SAMPLES", 8)  # some are stored before it is full
     room = 150_000
     real = os.pwrite
 
