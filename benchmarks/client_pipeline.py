@@ -224,7 +224,8 @@ def main() -> None:
 def show(number: int, cp_s: float, client: ClientRound, total_bytes: int) -> None:
     print(
         f"round {number}: cp {total_bytes / cp_s / 1e9:.2f} GB/s, "
-        f"client {total_bytes / client.seconds / 1e9:.2f} GB/s, {client.core_s:.1f} core s",
+        f"client {total_bytes / client.seconds / 1e9:.2f} GB/s, "
+        f"{client.samples / client.seconds:,.0f} samples/s, {client.core_s:.1f} core s",
         flush=True,
     )
     for samples, rss in client.rss_bytes.items():

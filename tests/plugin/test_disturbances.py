@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
 import psutil
 import pytest
 from helpers import make_prompts, read_samples, rows_of, write_prompts
@@ -308,16 +309,16 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Reason]]:
 
 def share_cache(monkeypatch: pytest.MonkeyPatch, *, attempts: int) -> None:
     """Make the first `attempts` requests for a row go out without their isolation."""
-    body = Request.body
+    to_json = Request.to_json
 
-    def shared(self: Request) -> dict[str, object]:
-        document = body(self)
+    def shared(self: Request) -> bytes:
+        document = orjson.loads(to_json(self))
         is_probe = self.prompt.source == "probe"
         if not is_probe and int(self.rid.rpartition("-")[2]) <= attempts:
             del document["extra_key"]
-        return document
+        return orjson.dumps(document)
 
-    monkeypatch.setattr(Request, "body", shared)
+    monkeypatch.setattr(Request, "to_json", shared)
 
 
 @pytest.mark.parametrize("is_told", [True, False])
