@@ -86,7 +86,6 @@ _READ = (
 
 def prepare(connection: sqlite3.Connection) -> None:
     """Make a connection fit for `write_batch`."""
-    connection.execute("PRAGMA temp_store = MEMORY")
     connection.executescript(_SCHEMA)
 
 

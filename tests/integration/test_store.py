@@ -194,6 +194,11 @@ def test_equal_keys_count_as_duplicates(store: Store) -> None:
     assert store.count_duplicates() == 1
 
 
+def test_millions_of_keys_are_not_sorted_in_memory(store: Store) -> None:
+    """80 MB a million rows, where SQLite is told to keep what is temporary in memory."""
+    assert store._db.execute("PRAGMA temp_store").fetchone() == (0,)
+
+
 def test_a_batch_writes_each_row_once_whatever_it_went_through(store: Store) -> None:
     written: list[int] = []
     store._db.conn.create_function("note", 1, written.append)
