@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from extractor.budget import Budget
 from extractor.collect import DumpPiece
+from extractor.collector import Collected
 from extractor.fleet import Fleet
 from extractor.ledger import Ledger
 from extractor.mover import Movers
@@ -43,7 +44,10 @@ class Attempts:
             async with self.budget.hold(size_bytes):
                 if self.stop.is_set():
                     return
-                failure = await self._attempt(prompt, attempt)
+                outcome = await self.fleet.fetch(prompt, attempt)
+                if outcome is None:
+                    return
+                failure = await self._kept(prompt, outcome, attempt)
             if failure is None:
                 self.ledger.count_stored(prompt)
                 return
@@ -64,9 +68,8 @@ class Attempts:
                 async with asyncio.timeout(delay_s):
                     await self.stop.wait()
 
-    async def _attempt(self, prompt: Prompt, attempt: int) -> Failure | None:
-        """Send once; None when the sample is durable, else why this attempt gave none."""
-        outcome = await self.fleet.fetch(prompt, attempt)
+    async def _kept(self, prompt: Prompt, outcome: Collected, attempt: int) -> Failure | None:
+        """None when the sample is durable, else why this attempt gave none."""
         if isinstance(outcome, Failure):
             return outcome
         self.ledger.move(prompt, Event.DUMP, attempts=attempt)

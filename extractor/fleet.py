@@ -183,8 +183,9 @@ class Fleet:
             for member in self.members:
                 tasks.create_task(self._keep(member), name=f"server-{member.url}")
 
-    async def fetch(self, prompt: Prompt, attempt: int) -> Collected:
-        """Send `prompt` once, to one server; its pieces, or why this attempt gave none.
+    async def fetch(self, prompt: Prompt, attempt: int) -> Collected | None:
+        """Send `prompt` once, to one server; its pieces, or why this attempt gave none. None after
+        `send_no_more`, where it was not sent.
 
         Whoever takes the pieces owns their files.
         """
@@ -200,6 +201,8 @@ class Fleet:
                 is_alone=ordinal in self._suspects,
             )
             if turn is None:
+                if self._turns.is_closed:
+                    return None
                 continue  # the server is lost that may have been at work on it
             exchange = next((found for found in self._up if found.watch.gate is turn.gate), None)
             if exchange is None:  # lost in the moment it was granted
@@ -216,6 +219,10 @@ class Fleet:
                 return collected
             served = served_before.get(exchange, exchange.watch.num_served)
             return replace(collected, others_served=exchange.watch.num_served > served)
+
+    def send_no_more(self) -> None:
+        """What is in flight may end; what waits for its turn is not sent."""
+        self._turns.close()
 
     def forget(self, ordinal: int) -> None:
         """The prompt is given up."""

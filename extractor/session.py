@@ -281,6 +281,7 @@ class Session:
     async def _enforce_drain(self) -> None:
         """After a stop, let what is in flight end; but not for ever."""
         await self._stop.wait()
+        self._fleet.send_no_more()
         self._reporter.note(
             f"stopping: {self._fleet.num_in_flight} requests in flight get {DRAIN_S:.0f} s to end; "
             "interrupt again to stop at once"

@@ -10,6 +10,7 @@ at a time, in all servers together, so that it risks one server only.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class Turns:
         self._pinned: dict[Gate, deque[_Waiter]] = {}
         self._lonely: deque[_Waiter] = deque()
         self._kept: Gate | None = None  # the gate of the prompt that must be alone
+        self.is_closed = False  # nobody gets a turn any more
 
     def add(self, gate: Gate) -> None:
         """A server that prompts may go to from now on."""
@@ -100,14 +102,21 @@ class Turns:
                 waiter.granted.set_result(None)
         self.wake()
 
+    def close(self) -> None:
+        """Grant nothing any more; who waits is sent away (None), and so is whoever asks."""
+        self.is_closed = True
+        for waiter in (*self._waiting, *self._lonely, *itertools.chain(*self._pinned.values())):
+            if not waiter.granted.done():
+                waiter.granted.set_result(None)
+
     async def take(
         self, num_tokens: int, *, only: Gate | None = None, is_alone: bool = False
     ) -> Turn | None:
         """Wait for a turn: at the gate `only`, or at any; `is_alone`: with nothing else in flight.
 
-        None where the gate `only` is, or goes, away.
+        None where the gate `only` is, or goes, away, and after `close`.
         """
-        if only is not None and only not in self.gates:
+        if self.is_closed or (only is not None and only not in self.gates):
             return None
         waiter = _Waiter(
             num_tokens=num_tokens,

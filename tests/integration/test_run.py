@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ import extractor.session
 from extractor.config import Layout
 from extractor.errors import (
     ConfigMismatch,
+    Interrupted,
     OutputBusy,
     PluginError,
     ServerLost,
@@ -279,6 +281,29 @@ async def test_requests_in_flight_reach_the_concurrency_and_no_more(
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(60))
         await run(options_for(server, path, tmp_path / "out", concurrency=5), notes)
     assert server.peak_concurrency == 5
+
+
+async def test_after_a_signal_only_what_is_in_flight_ends(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    """However many prompts are ready and wait for their turn."""
+
+    def interrupt(number: int, rid: str) -> Fault | None:
+        if number == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+    prompts = make_prompts(100)
+    async with FakeServer(dump_root, delay_s=0.05, faults=interrupt).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        options = options_for(server, path, tmp_path / "out", concurrency=4)
+        with pytest.raises(Interrupted):
+            await run(options, notes)
+        # Those in flight, and what took the place of those answered in the same moment.
+        assert len(server.requests) <= 21 + 2 * 4
+        assert len(stored_ordinals(tmp_path / "out")) == len(server.requests) - 1  # the probe
+        await run(options, notes)
+    assert_whole(tmp_path / "out", prompts)
 
 
 async def test_prompts_in_memory_are_bounded_by_the_concurrency(

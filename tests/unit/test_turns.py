@@ -158,6 +158,20 @@ async def test_a_wait_that_is_cancelled_holds_nobody_up(is_alone: bool) -> None:
     assert not gate.is_kept
 
 
+async def test_after_closing_nobody_gets_a_turn() -> None:
+    turns, (one, other) = fleet(1, 1)
+    held = [await taken(turns, 10) for _ in range(2)]
+    waiting = await settled(
+        turns.take(5), turns.take(5, only=one), turns.take(5, is_alone=True), turns.take(5)
+    )
+    turns.close()
+    assert [await turn for turn in waiting] == [None] * 4
+    for turn in held:
+        turn.release()
+    assert await turns.take(5) is None
+    assert (one.num_in_flight, other.num_in_flight) == (0, 0)
+
+
 async def test_a_turn_that_is_granted_in_the_moment_of_a_cancellation_is_given_back() -> None:
     turns, (gate,) = fleet(1)
     held = await taken(turns, 10)
