@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,10 @@ async def _run_until_done(
                 event="servers_gone",
                 level="warning",
             )
+            if counters.sent:
+                # The failed rows of earlier commands were opened again; one that fails in this
+                # command, perhaps because it kills servers, is not tried for ever.
+                options = replace(options, retry_failed=False)
 
 
 def _scan(options: RunOptions) -> tuple[InputFile, ...]:

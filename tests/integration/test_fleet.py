@@ -457,6 +457,32 @@ async def test_a_prompt_that_kills_the_last_server_is_set_aside_nevertheless(
     assert_whole(tmp_path / "out", prompts, without=[17])
 
 
+async def test_a_prompt_that_kills_is_not_tried_for_ever_where_a_run_may_wait(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    """`--retry-failed` is for the rows that failed before the command, not in it."""
+    url = f"http://127.0.0.1:{free_port()}"
+    kill = ("--fault", "die", "--fault-row", "17", "--port", url.rpartition(":")[2])
+    num_deaths = 0
+
+    async def start_again() -> None:
+        nonlocal num_deaths
+        while num_deaths < 6:
+            async with process(dump_root, *kill) as server:
+                await asyncio.to_thread(server.process.wait)
+                num_deaths += 1
+
+    supervisor = asyncio.create_task(start_again())
+    options = options_of([url], dump_root, path, tmp_path / "out", server_wait_s=20.0)
+    for retry_failed, most_deaths in ((False, 2), (True, 4)):
+        summary = await run(replace(options, retry_failed=retry_failed), notes)
+        assert summary.totals.by_reason == {Reason.KILLS_SERVER: 1}
+        assert num_deaths == most_deaths
+    supervisor.cancel()
+    await asyncio.gather(supervisor, return_exceptions=True)
+    assert_whole(tmp_path / "out", prompts, without=[17])
+
+
 # --- files that may be open -------------------------------------------------------------------
 
 
