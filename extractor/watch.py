@@ -51,7 +51,7 @@ class Look:
 
     out: Path
     begun: Begun | None  # None while a run has not got as far as its first prompt
-    live: Live | None  # of the session that is going on, or of the last that was seen
+    live: Live | None  # of the session that is going on; after the end, of the last that was seen
     writer: int | None  # pid of the process that is at work in `out`
 
     @property
@@ -80,7 +80,9 @@ class Watcher:
             writer = live.pid  # of another PID namespace, where the lock cannot be seen into
         if live is not None:
             self._last_live = live
-        return Look(out=self._out, begun=self._begun(writer), live=self._last_live, writer=writer)
+        # While it waits for its server, or ends, what it said last is true no more.
+        shown = self._last_live if writer is None else live
+        return Look(out=self._out, begun=self._begun(writer), live=shown, writer=writer)
 
     def _begun(self, writer: int | None) -> Begun | None:
         try:

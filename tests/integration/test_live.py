@@ -186,6 +186,27 @@ async def test_a_run_is_watched_from_its_first_prompt_to_its_end(
     assert not (out / LIVE_NAME).exists()
 
 
+async def test_a_run_that_waits_for_its_server_is_not_shown_at_work(
+    dump_root: Path, tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is gone meanwhile; what it said before is of a server that is no more."""
+    out = tmp_path / "out"
+    prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, prompts, out), notes)
+    monkeypatch.setattr("extractor.watch.writer_of", lambda out: 17)
+    watcher = Watcher(out)
+    file = LiveFile(out)
+    file.update(some_counters())
+    written(file)
+    assert "3 in flight" in line(watcher.look())
+    file.close()
+    look = watcher.look()
+    assert "in flight" not in line(look)
+    assert "17 sends nothing" in line(look)
+    assert "in flight" not in drawn(page(look), width=80)
+
+
 def test_where_nothing_runs_it_is_waited_for_a_while(tmp_path: Path) -> None:
     clock = Clock()
     with pytest.raises(ManifestMissing):
