@@ -54,7 +54,7 @@ class BarReporter:
         if self._bar is None:
             self._bar = tqdm(
                 total=counters.num_rows,
-                initial=counters.settled_before,
+                initial=counters.settled,  # tqdm takes what is beyond it for done since now
                 file=self._stream,
                 dynamic_ncols=True,
                 bar_format=f"{_BEFORE_BAR}{{bar}}{_AFTER_BAR}",

@@ -77,6 +77,15 @@ def test_a_bar_shows_what_is_settled_over_all_sessions() -> None:
     assert "a row failed" in stream.getvalue()
 
 
+def test_a_bar_that_is_begun_again_takes_nothing_for_done_since() -> None:
+    """After a wait for a server; tqdm's estimate is of what came behind `initial`."""
+    reporter = BarReporter(Terminal())
+    reporter.update(Counters(num_rows=200, settled_before=50, stored=100))
+    assert reporter._bar is not None
+    assert reporter._bar.initial == reporter._bar.n == 150
+    reporter.close()
+
+
 @pytest.mark.parametrize("num_rows", [20_000, 10_000_000])
 def test_where_there_is_little_room_the_figures_that_matter_stay(num_rows: int) -> None:
     counters = Counters(num_rows=num_rows, stored=num_rows // 4, tokens=10**9)
