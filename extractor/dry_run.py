@@ -32,6 +32,7 @@ from extractor.preflight import (
 from extractor.progress import Reporter
 from extractor.reading import in_thread, num_workers_for, prompts_of, renderer_for
 from extractor.retry import Failure
+from extractor.session import num_tasks
 from extractor.tables import counted
 from extractor.targets import require_targets
 from prompts.types import Prompt
@@ -178,7 +179,7 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         admission=Admission(options.policy, around.limits, room),
         limits=around.limits,
         room=room,
-        num_held=2 * (options.concurrency or MOST_LIMIT) * len(options.server_urls),
+        num_held=num_tasks((options.concurrency or MOST_LIMIT) * len(options.server_urls)),
         shard_bytes=options.shard_bytes,
         num_movers=options.num_movers,
     )

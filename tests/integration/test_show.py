@@ -147,10 +147,11 @@ def test_a_dry_run_knows_sizes_from_the_model_s_configuration(tmp_path: Path) ->
     }
     (model / "config.json").write_text(json.dumps({"text_config": config}))
     path = write_prompts(tmp_path / "p.jsonl", make_prompts(40, longest=60))
-    done = invoke(
+    command = (
         "run", path, "--dry-run", "--json", "--tokenizer", "none", "--model", model,
         "--layers", "1,2", "--last", "both", "--movers", 1, "--out", tmp_path / "out", *NO_SERVER,
     )  # fmt: skip
+    done = invoke(*command)
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     fitting = [row for row in make_prompts(40, longest=60) if len(row.ids) < 50]
@@ -162,6 +163,9 @@ def test_a_dry_run_knows_sizes_from_the_model_s_configuration(tmp_path: Path) ->
         sample_bytes(len(row.ids), layout) for row in fitting
     )
     assert (document["shards"], document["eta_s"]) == (1, None)
+    # Few requests at a time do not mean few prompts: all of these may be on their way.
+    of_one = json.loads(invoke(*command, "--concurrency", 1).stdout)
+    assert of_one["shm_peak_bytes"] == document["shm_peak_bytes"] > 0
     assert not (tmp_path / "out").exists()
 
 
