@@ -49,7 +49,6 @@ class Attempts:
                     return
                 failure = await self._kept(prompt, outcome, attempt)
             if failure is None:
-                self.ledger.count_stored(prompt)
                 return
             setbacks += 1
             counted += not failure.is_not_counted
@@ -79,7 +78,6 @@ class Attempts:
         """Store what an earlier session asked for; whether it was good."""
         self.ledger.move(prompt, Event.ADOPT, attempts=attempts)
         if await self.movers.store(prompt, pieces, attempts=attempts) is None:
-            self.ledger.count_stored(prompt)
             return True
         self.ledger.move(prompt, Event.RETRY, attempts=attempts)  # asked for like any other
         return False

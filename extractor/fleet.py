@@ -52,6 +52,7 @@ class Member:
     target: Target | None  # as it was proven last; None: it has not answered yet
     exchange: Exchange | None = None  # None while it is away
     starts: list[Exchange] = field(default_factory=list)  # each that prompts were sent to
+    num_before: int = 0  # prompts that it answered before all servers went and one came back
 
     @property
     def url(self) -> str:
@@ -60,7 +61,7 @@ class Member:
     @property
     def num_prompts(self) -> int:
         """It answered, in this session."""
-        return sum(start.num_prompts for start in self.starts)
+        return self.num_before + sum(start.num_prompts for start in self.starts)
 
     @property
     def now(self) -> ServerNow:

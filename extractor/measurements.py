@@ -174,6 +174,7 @@ class Counters:
     # Of this moment, as of the last `observe`.
     servers: tuple[ServerNow, ...] = ()
     shm_bytes: int = 0  # held of the budget
+    peak_shm_bytes: int = 0  # the most of them at a time, this session
     budget_bytes: int = 0  # the budget
     budget_queue: int = 0  # prompts that wait for room in it
     mover_queue: int = 0  # samples that wait for a mover
@@ -214,11 +215,14 @@ class Counters:
         *,
         servers: tuple[ServerNow, ...],
         shm_bytes: int,
+        peak_shm_bytes: int,
         budget_bytes: int,
         budget_queue: int,
         mover_queue: int,
     ) -> None:
-        """Note how things stand at this moment, and how fast they go of late."""
+        """Note how things stand at this moment, and how fast they go of late. `peak_shm_bytes`:
+        since the last start with servers."""
+        self.peak_shm_bytes = max(self.peak_shm_bytes, peak_shm_bytes)
         self.servers = servers
         self.shm_bytes, self.budget_bytes = shm_bytes, budget_bytes
         self.budget_queue, self.mover_queue = budget_queue, mover_queue

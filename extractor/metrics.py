@@ -1,8 +1,7 @@
 """Edge: the run's numbers for Prometheus, on a port of this host (`extractor run --metrics-port`).
 
-Nothing is counted here: each scrape reads the session's `Counters`. Where all servers went and one
-came back (`--server-wait`), what each server answered begins at 0 again, which Prometheus takes as
-a restart; all else goes on.
+Nothing is counted here: each scrape reads the session's `Counters`, which go on where all servers
+went and one came back (`--server-wait`).
 """
 
 from __future__ import annotations

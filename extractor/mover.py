@@ -63,11 +63,13 @@ class Mover:
         *,
         next_number: Callable[[], int],
         rows_left: Callable[[], int],
+        count_stored: Callable[[Prompt], None] = lambda prompt: None,
         stages: Stages | None = None,
         group_bytes: int = GROUP_BYTES,
     ) -> None:
-        """`stages`: where it is counted how long things take. `group_bytes`: a group ends with the
-        sample that reaches them."""
+        """`count_stored`: called once for each sample that the manifest has as stored. `stages`:
+        where it is counted how long things take. `group_bytes`: a group ends with the sample that
+        reaches them."""
         self._group_bytes = group_bytes
         self._stages = new_stages() if stages is None else stages
         self._settings = settings
@@ -75,6 +77,7 @@ class Mover:
         self._owner = owner
         self._next_number = next_number
         self._rows_left = rows_left
+        self._count_stored = count_stored
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         # One copies, and is the only one to touch the writer; one removes dumps meanwhile.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mover")
@@ -153,23 +156,39 @@ class Mover:
     async def _settle(self, group: Sequence[_Job], outcomes: Sequence[Stored | Failure]) -> None:
         """Tell the manifest what became of samples whose copies are durable; free their dumps."""
         began = time.monotonic()
-        await self._owner.commit(
-            *(
-                change
-                for job, outcome in zip(group, outcomes, strict=True)
-                if isinstance(outcome, Stored)
-                for change in (
-                    Moved(ordinal=job.prompt.ordinal, event=Event.VERIFY, attempts=job.attempts),
-                    outcome,
+        stored = [
+            (job, outcome)
+            for job, outcome in zip(group, outcomes, strict=True)
+            if isinstance(outcome, Stored)
+        ]
+        try:
+            await self._owner.commit(
+                *(
+                    change
+                    for job, outcome in stored
+                    for change in (
+                        Moved(
+                            ordinal=job.prompt.ordinal, event=Event.VERIFY, attempts=job.attempts
+                        ),
+                        outcome,
+                    )
                 )
             )
-        )
+        except asyncio.CancelledError:
+            # The commit goes on, and the session may, when a server returns.
+            self._count(stored)
+            raise
+        self._count(stored)
         self._stages[Stage.COMMIT].add(time.monotonic() - began)
         # Only now: until the commit, the dump is the only copy that is sure to survive a crash.
         await self._in_thread(lambda: self._remove_dumps(group))
         for job, outcome in zip(group, outcomes, strict=True):
             if not job.done.done():
                 job.done.set_result(None if isinstance(outcome, Stored) else outcome)
+
+    def _count(self, stored: Sequence[tuple[_Job, Stored]]) -> None:
+        for job, _ in stored:
+            self._count_stored(job.prompt)
 
     async def _settled(self) -> None:
         """Return once the manifest knows every sample copied so far."""
@@ -252,6 +271,7 @@ class Movers:
         count: int,
         next_number: int,
         rows_left: Callable[[], int],
+        count_stored: Callable[[Prompt], None],
         stages: Stages | None = None,
         budget_bytes: int | None = None,
     ) -> None:
@@ -270,6 +290,7 @@ class Movers:
                 owner,
                 next_number=lambda: next(numbers),
                 rows_left=rows_left,
+                count_stored=count_stored,
                 stages=stages,
                 group_bytes=group_bytes,
             )

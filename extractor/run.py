@@ -60,7 +60,7 @@ class RunSummary:
     totals: Totals
     counters: Counters
     duplicates: int | None  # among stored samples; None where nothing was stored, so not counted
-    peak_shm_bytes: int
+    peak_shm_bytes: int  # of the budget, held at a time: by dumps, and for prompts yet to be sent
     members: tuple[Member, ...]  # the servers; empty where nothing was to be sent
     commits: Commits  # of the manifest, this session
     run_id: str
@@ -95,7 +95,7 @@ class RunSummary:
             session = [
                 ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
-                ("dumps at a time", f"{amount(self.peak_shm_bytes)} at most"),
+                ("room held for dumps", f"{amount(self.peak_shm_bytes)} at most"),
                 (
                     "a dump lay there",
                     f"{milliseconds(residency.quantile(0.5))} at the median, "
@@ -182,7 +182,7 @@ async def _run(
         request_timeout_s=options.request_timeout_s,
     ) as clients:
         try:
-            members, renderer = await _preflight(options, clients, reporter)
+            members, renderer = await _preflight(options, clients, reporter, counters)
         except ServerError:
             if not state.is_finished or options.retry_failed:
                 raise
@@ -240,7 +240,6 @@ async def _run(
         return await _summary(
             owner,
             state,
-            peak_shm_bytes=session.budget.peak,
             members=tuple(members),
         )
 
@@ -260,15 +259,16 @@ async def _open_manifest(options: RunOptions) -> AsyncIterator[StoreOwner]:
 
 
 async def _preflight(
-    options: RunOptions, clients: Sequence[Client], reporter: Reporter
+    options: RunOptions, clients: Sequence[Client], reporter: Reporter, counters: Counters
 ) -> tuple[list[Member], Renderer]:
     """The servers, of which one at least is fit to run against."""
+    before = {server.url: server.num_prompts for server in counters.servers}
     targets = await require_targets(clients, options, note=reporter.note)
     for target in targets:
         if target is not None:
             require_dump_directory(target.ranks)
     members = [
-        Member(client=client, target=target)
+        Member(client=client, target=target, num_before=before.get(client.url, 0))
         for client, target in zip(clients, targets, strict=True)
     ]
     tokenizer = options.tokenizer or next(
@@ -299,7 +299,6 @@ async def _summary(
     owner: StoreOwner,
     state: RunState,
     *,
-    peak_shm_bytes: int = 0,
     members: tuple[Member, ...] = (),
 ) -> RunSummary:
     duplicates = None
@@ -309,7 +308,7 @@ async def _summary(
         totals=await owner.call(Store.totals),
         duplicates=duplicates,
         counters=state.counters,
-        peak_shm_bytes=peak_shm_bytes,
+        peak_shm_bytes=state.counters.peak_shm_bytes,
         members=members,
         commits=owner.commits,
         run_id=state.run_id,

@@ -93,6 +93,7 @@ class Session:
             count=options.num_movers,
             next_number=left.next_number,
             rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
+            count_stored=self._ledger.count_stored,
             stages=self._counters.stages,
             budget_bytes=self.budget.total,
         )
@@ -273,6 +274,7 @@ class Session:
         self._counters.observe(
             servers=tuple(member.now for member in self._fleet.members),
             shm_bytes=self.budget.used,
+            peak_shm_bytes=self.budget.peak,
             budget_bytes=self.budget.total,
             budget_queue=self.budget.num_waiting,
             mover_queue=self._movers.backlog,

@@ -404,17 +404,38 @@ async def test_when_the_last_server_dies_the_run_ends_and_the_same_command_goes_
 
 
 async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
-    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+    tmp_path: Path,
+    dump_root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[Ids],
+    path: Path,
 ) -> None:
+    monkeypatch.setattr(extractor.session, "REPORT_INTERVAL_S", 0.01)
+    seen: list[tuple[ServerNow, ...]] = []
+    some_are_stored = asyncio.Event()
+
+    class Watching(Notes):
+        def update(self, counters: Counters) -> None:
+            seen.append(counters.servers)
+            if counters.stored:
+                some_are_stored.set()
+
     async with process(dump_root, *SLOWLY) as one, process(dump_root, *SLOWLY) as other:
         options = options_of([one, other], dump_root, path, tmp_path / "out", server_wait_s=60.0)
-        running = asyncio.create_task(run(options, notes))
-        await killed([one, other], after=10)
+        running = asyncio.create_task(run(options, Watching()))
+        await some_are_stored.wait()
+        await killed([one, other], after=1)
         back = FakeServer(dump_root)
         async with back.running(port=int(other.url.rpartition(":")[2])):
             summary = await running
     assert 0 < len(ordinals_sent(back.requests)) < len(prompts)
     assert (summary.counters.settled_before, summary.counters.stored) == (0, len(prompts))
+    ended = [counters for counters in seen if not any(server.is_up for server in counters)]
+    for number, member in enumerate(summary.members):
+        counted = [servers[number].num_prompts for servers in seen]
+        assert counted == sorted(counted)  # none was forgotten
+        assert member.num_prompts == counted[-1]
+    assert ended and sum(server.num_prompts for server in ended[0]) > 0
     assert_whole(tmp_path / "out", prompts)
 
 

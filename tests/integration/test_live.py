@@ -59,7 +59,7 @@ def some_counters() -> Counters:
             ServerNow(url="http://a:1", is_up=True, in_flight=3, request_limit=8, num_prompts=6),
             ServerNow(url="http://b:2", is_up=False, in_flight=0, request_limit=0, num_prompts=4),
         ),
-        shm_bytes=100, budget_bytes=1000, budget_queue=2,
+        shm_bytes=100, peak_shm_bytes=300, budget_bytes=1000, budget_queue=2,
         mover_queue=5,
     )  # fmt: skip
     counters.stages[Stage.RESIDENCY].add(0.02)

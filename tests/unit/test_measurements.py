@@ -116,6 +116,7 @@ def test_the_document_says_how_things_stand() -> None:
             ServerNow(url="b", is_up=False, in_flight=0, request_limit=0, num_prompts=4),
         ),
         shm_bytes=100,
+        peak_shm_bytes=300,
         budget_bytes=1000,
         budget_queue=2,
         mover_queue=5,

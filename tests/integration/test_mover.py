@@ -1,0 +1,82 @@
+"""What the movers tell of samples, whenever they are stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from helpers import make_identity, make_prompts, prompt_of
+
+from extractor.mover import Mover
+from extractor.shards import ShardSettings
+from integration.test_shards import Dumps
+from manifest.owner import StoreOwner
+from manifest.records import Change, Moved, Planned, Source
+from manifest.states import Event, State
+from manifest.store import Store
+from prompts.types import Prompt
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_each_sample_that_the_manifest_has_is_counted_once(
+    is_cancelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the run is cancelled in the midst of the commit, which nothing takes back."""
+    for name in ("shards", "dumps"):
+        (tmp_path / name).mkdir()
+    settings = ShardSettings(
+        directory=tmp_path / "shards",
+        identity=make_identity(),
+        shard_bytes=1 << 20,
+        file_mode=0o640,
+    )
+    (row,) = make_prompts(1)
+    prompt, pieces = prompt_of(row), Dumps(tmp_path / "dumps").make(row)
+    owner = await StoreOwner.open(tmp_path / "manifest.sqlite")
+    source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=1)
+    await owner.call(lambda store: store.begin({}, [source]))
+    await owner.commit(
+        Planned(
+            ordinal=0, source=0, line=1, label=None, key=prompt.key,
+            num_tokens=prompt.num_tokens, num_trained=0,
+        ),
+        *(Moved(ordinal=0, event=event, attempts=1) for event in (Event.SEND, Event.DUMP)),
+    )  # fmt: skip
+    is_reached, may_go_on, apply = threading.Event(), threading.Event(), Store.apply
+
+    def gated(store: Store, changes: list[Change]) -> None:
+        is_reached.set()
+        assert may_go_on.wait(30)
+        apply(store, changes)
+
+    monkeypatch.setattr(Store, "apply", gated)
+    counted: list[Prompt] = []
+    mover = Mover(
+        settings,
+        owner,
+        next_number=lambda: 0,
+        rows_left=lambda: 1,
+        count_stored=counted.append,
+    )
+    tasks = [
+        asyncio.create_task(mover.run()),
+        asyncio.create_task(mover.store(prompt, pieces, attempts=1)),
+    ]
+    assert await asyncio.to_thread(is_reached.wait, 30)
+    assert counted == []
+    if is_cancelled:
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+    may_go_on.set()
+    if not is_cancelled:
+        assert await tasks[1] is None
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    (stored,) = await owner.call(lambda store: list(store.rows()))
+    assert stored.state is State.STORED
+    assert counted == [prompt]
+    await mover.close(seal=False)
+    await owner.close()
