@@ -23,6 +23,7 @@ from extractor.errors import PluginError, ServerUnreachable, UsageError
 from extractor.files import free_bytes
 from extractor.forecast import Forecast, Speed, forecast_document, forecast_text
 from extractor.inputs import scan_prompts
+from extractor.places import LIGHT_BYTES, num_places
 from extractor.plan import Limits, Request
 from extractor.preflight import (
     Target,
@@ -32,7 +33,6 @@ from extractor.preflight import (
 from extractor.progress import Reporter
 from extractor.reading import in_thread, num_workers_for, prompts_of, renderer_for
 from extractor.retry import Failure
-from extractor.session import num_tasks
 from extractor.tables import counted
 from extractor.targets import require_targets
 from prompts.types import Prompt
@@ -179,7 +179,8 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         admission=Admission(options.policy, around.limits, room),
         limits=around.limits,
         room=room,
-        num_held=num_tasks((options.concurrency or MOST_LIMIT) * len(options.server_urls)),
+        num_held=num_places((options.concurrency or MOST_LIMIT) * len(options.server_urls)),
+        light_bytes=LIGHT_BYTES,
         shard_bytes=options.shard_bytes,
         num_movers=options.num_movers,
     )

@@ -21,7 +21,8 @@ from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
 from extractor.fleet import Fleet, Member
 from extractor.ledger import Ledger
-from extractor.mover import GROUP_SAMPLES, Movers
+from extractor.mover import Movers
+from extractor.places import Place, Places
 from extractor.plan import Refusal, dump_bytes, rid_prefix
 from extractor.policy import OnDuplicate
 from extractor.preflight import shm_budget
@@ -70,7 +71,7 @@ class Session:
         self._counters = state.counters
         self._left = left
         self._stop = asyncio.Event()
-        self._tasks = Budget(num_tasks(0))
+        self._places = Places()
         self._fleet = Fleet(
             options=options,
             members=members,
@@ -80,7 +81,7 @@ class Session:
             run_id=state.run_id,
             suspects=state.suspects,
             say=reporter.note,
-            resized=lambda room: self._tasks.resize(num_tasks(room)),
+            resized=self._places.resize,
         )
         self._limits = self._fleet.limits
         self.budget = Budget(
@@ -190,20 +191,21 @@ class Session:
                 if isinstance(judged, Prompt):
                     pieces = whole(adoptable[row.ordinal], judged.num_tokens)
                 if isinstance(judged, Prompt) and pieces is not None:
-                    await self._tasks.acquire(1)
+                    place = await self._places.take(self._dump_bytes(judged))
                     self._ledger.plan(judged, row, source=sources[row.source])
-                    work.create_task(self._adopt_one(judged, pieces), name=f"adopt-{row.ordinal}")
+                    adopting = self._adopt_one(judged, pieces, place)
+                    work.create_task(adopting, name=f"adopt-{row.ordinal}")
                 num_left -= 1
                 if not num_left or self._stop.is_set():
                     return
 
-    async def _adopt_one(self, prompt: Prompt, pieces: Sequence[DumpPiece]) -> None:
+    async def _adopt_one(self, prompt: Prompt, pieces: Sequence[DumpPiece], place: Place) -> None:
         try:
             attempts = self._state.attempts.get(prompt.ordinal, 0)
             if await self._attempts.adopt(prompt, pieces, attempts=attempts):
                 self._state.settle(prompt.ordinal)
         finally:
-            self._tasks.release(1)
+            self._places.give_back(place)
 
     # --- prompts -----------------------------------------------------------------------------
 
@@ -233,21 +235,24 @@ class Session:
                 if isinstance(judged, Refusal):
                     await self._ledger.reject(row, judged, source=sources[row.source])
                     continue
-                await self._tasks.acquire(1)
+                place = await self._places.take(self._dump_bytes(judged))
                 if self._stop.is_set():
                     return
                 self._ledger.plan(judged, row, source=sources[row.source])
-                work.create_task(self._settle(judged), name=f"prompt-{judged.ordinal}")
+                work.create_task(self._settle(judged, place), name=f"prompt-{judged.ordinal}")
 
-    async def _settle(self, prompt: Prompt) -> None:
+    async def _settle(self, prompt: Prompt, place: Place) -> None:
         try:
             await self._attempts.settle(
                 prompt,
-                dump_bytes(prompt.num_tokens, self._layout, self._limits),
+                self._dump_bytes(prompt),
                 attempts_before=self._state.attempts.get(prompt.ordinal, 0),
             )
         finally:
-            self._tasks.release(1)
+            self._places.give_back(place)
+
+    def _dump_bytes(self, prompt: Prompt) -> int:
+        return dump_bytes(prompt.num_tokens, self._layout, self._limits)
 
     async def _seen_keys(self) -> dict[bytes, int]:
         """The first row that gave each prompt so far; only where duplicates are left out."""
@@ -292,15 +297,6 @@ class Session:
         raise Interrupted(
             f"stopped; what was in flight after {DRAIN_S:.0f} s is sent again next time"
         )
-
-
-def num_tasks(room: int) -> int:
-    """Prompts under way at a time, where the servers take `room` requests.
-
-    A prompt's task outlives its request by the copy to the shard: twice as many tasks as requests
-    keep the servers busy meanwhile, and of small samples a whole group may be on its way to disk.
-    """
-    return 2 * max(1, room) + GROUP_SAMPLES
 
 
 def shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:

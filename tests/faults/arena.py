@@ -47,7 +47,7 @@ MOST_IN_FLIGHT = 2 * CONCURRENCY + 1
 #: for those before them, and of several open shards.
 AS_IF_LARGE = {
     "extractor.collector.WHOLE_BYTES": 0,
-    "extractor.session.GROUP_SAMPLES": 0,
+    "extractor.places.LIGHT_BYTES": 0,
     "extractor.mover.LIGHT_BYTES": 0,
 }
 _CLONE_NEWNS = 0x20000

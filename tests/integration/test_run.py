@@ -28,9 +28,9 @@ from helpers import (
 )
 
 import extractor.mover
+import extractor.places
 import extractor.preflight
 import extractor.server_watch
-import extractor.session
 from extractor.config import Layout
 from extractor.errors import (
     ConfigMismatch,
@@ -44,6 +44,7 @@ from extractor.errors import (
     first_known,
 )
 from extractor.lock import exclusive
+from extractor.places import LEAST_LIGHT_BYTES, num_places
 from extractor.plan import PROBE_SESSION, Limits, dump_bytes
 from extractor.run import RunSummary, run
 from extractor.testing import FakeModel, FakeServer, Fault, faults_once
@@ -309,7 +310,7 @@ async def test_after_a_signal_only_what_is_in_flight_ends(
 async def test_prompts_in_memory_are_bounded_by_the_concurrency(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.session, "GROUP_SAMPLES", 6)
+    monkeypatch.setattr(extractor.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
     seen: list[int] = []
 
     def count_tasks(number: int, rid: str) -> Fault | None:
@@ -320,7 +321,7 @@ async def test_prompts_in_memory_are_bounded_by_the_concurrency(
     async with FakeServer(dump_root, delay_s=0.01, faults=count_tasks).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(100))
         await run(options_for(server, path, tmp_path / "out", concurrency=4), notes)
-    assert 4 <= max(seen) <= extractor.session.num_tasks(4) == 14
+    assert 4 <= max(seen) <= num_places(4) + 6 == 14
 
 
 # --- faults -----------------------------------------------------------------------------------

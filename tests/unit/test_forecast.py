@@ -25,6 +25,7 @@ def forecast_of(
     values: dict[str, Any] = {
         "num_held": 4,
         "shard_bytes": 1 << 20,
+        "light_bytes": 0,
         "num_movers": 2,
         **changes,
     }
@@ -74,6 +75,13 @@ def test_the_peak_is_the_largest_dumps_that_can_lie_there_together_within_the_bu
     forecast = forecast_of([10, *largest, 20])
     expected = sum(dump_bytes(length, LAYOUT, LIMITS) for length in largest)
     assert forecast.shm_peak_bytes == expected
+    small = dump_bytes(10, LAYOUT, LIMITS) + dump_bytes(20, LAYOUT, LIMITS)
+    for light_bytes in (small - 1, small):
+        assert (
+            forecast_of([10, *largest, 20], light_bytes=light_bytes).shm_peak_bytes
+            == expected + light_bytes
+        )
+    assert forecast_of([10, *largest, 20], light_bytes=GENEROUS).shm_peak_bytes == expected + small
     assert forecast_of([10, *largest], budget=250_000).shm_peak_bytes == 250_000
 
 
