@@ -16,7 +16,7 @@ from extractor.serve import free_port
 pytestmark = [pytest.mark.sglang, pytest.mark.crash, pytest.mark.timeout(500)]
 
 NUM_ROWS = 400
-#: More than can be on the way to the shards (2 x 2 x 8) when both servers fall silent.
+#: More than the servers have answered and is not stored yet when both fall silent.
 MORE_ROWS = 60
 
 
