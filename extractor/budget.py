@@ -1,4 +1,4 @@
-"""Admission by weight: a fair semaphore whose permits are bytes, or requests."""
+"""Admission by weight: a fair semaphore whose permits are bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Budget:
-    """At most `total` are held at any time; when that is lowered, as soon as enough is given back.
+    """At most `total` are held at any time.
 
     First come, first served, so that a large prompt is not starved by small ones. A weight over
     the total is the caller's mistake (ValueError): it would wait for ever.
@@ -30,19 +30,14 @@ class Budget:
         """Hold `weight` for the length of the block; waits until they are free."""
         if weight > self.total:
             raise ValueError(f"{weight} can never fit into {self.total}")
-        await self.acquire(weight)
+        await self._acquire(weight)
         try:
             yield
         finally:
-            self.release(weight)
+            self.used -= weight
+            self._wake()
 
-    def resize(self, total: int) -> None:
-        """Allow so much from now on."""
-        self.total = total
-        self._wake()
-
-    async def acquire(self, weight: int) -> None:
-        """What `hold` begins with, for whoever gives back elsewhere."""
+    async def _acquire(self, weight: int) -> None:
         if not self._waiters and self.used + weight <= self.total:
             self._take(weight)
             return
@@ -58,11 +53,6 @@ class Budget:
                     self._waiters.remove((weight, granted))
             self._wake()
             raise
-
-    def release(self, weight: int) -> None:
-        """Give back what `acquire` took."""
-        self.used -= weight
-        self._wake()
 
     def _wake(self) -> None:
         while self._waiters and self.used + self._waiters[0][0] <= self.total:

@@ -173,7 +173,7 @@ class Counters:
 
     # Of this moment, as of the last `observe`.
     servers: tuple[ServerNow, ...] = ()
-    shm_bytes: int = 0  # held of the budget
+    shm_bytes: int = 0  # held of the budget: by dumps, and for prompts yet to be sent
     peak_shm_bytes: int = 0  # the most of them at a time, this session
     budget_bytes: int = 0  # the budget
     budget_queue: int = 0  # prompts that wait for room in it

@@ -40,7 +40,7 @@ GROUP_SAMPLES = 256
 GROUP_BYTES = 128 << 20
 #: Up to so many bytes go to one mover though others have nothing to do: split up, they would cost
 #: each of them a sync, a commit and the turns of its threads, and gain nothing.
-LIGHT_BYTES = 8 << 20
+UNDIVIDED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,10 +309,8 @@ class Movers:
     ) -> Failure | None:
         """`Mover.store` of the one that has least to do, or of the first that has little."""
         size = sample_bytes(prompt.num_tokens, self._settings.identity.layout)
-        mover = next(
-            (mover for mover in self.all if mover.backlog_bytes + size <= LIGHT_BYTES),
-            min(self.all, key=lambda mover: mover.backlog_bytes),
-        )
+        light = (mover for mover in self.all if mover.backlog_bytes + size <= UNDIVIDED_BYTES)
+        mover = next(light, None) or min(self.all, key=lambda mover: mover.backlog_bytes)
         return await mover.store(prompt, pieces, attempts=attempts)
 
     @property

@@ -60,7 +60,6 @@ class RunSummary:
     totals: Totals
     counters: Counters
     duplicates: int | None  # among stored samples; None where nothing was stored, so not counted
-    peak_shm_bytes: int  # of the budget, held at a time: by dumps, and for prompts yet to be sent
     members: tuple[Member, ...]  # the servers; empty where nothing was to be sent
     commits: Commits  # of the manifest, this session
     run_id: str
@@ -80,7 +79,7 @@ class RunSummary:
             "duplicates": self.duplicates,
             "session": {
                 **session_document(counters),
-                "peak_shm_bytes": self.peak_shm_bytes,
+                "peak_shm_bytes": counters.peak_shm_bytes,
                 "servers": [member.to_document() for member in self.members],
                 "commits": self.commits.to_document(),
             },
@@ -95,7 +94,7 @@ class RunSummary:
             session = [
                 ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
-                ("room held for dumps", f"{amount(self.peak_shm_bytes)} at most"),
+                ("room held for dumps", f"{amount(counters.peak_shm_bytes)} at most"),
                 (
                     "a dump lay there",
                     f"{milliseconds(residency.quantile(0.5))} at the median, "
@@ -308,7 +307,6 @@ async def _summary(
         totals=await owner.call(Store.totals),
         duplicates=duplicates,
         counters=state.counters,
-        peak_shm_bytes=state.counters.peak_shm_bytes,
         members=members,
         commits=owner.commits,
         run_id=state.run_id,

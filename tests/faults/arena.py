@@ -48,7 +48,7 @@ MOST_IN_FLIGHT = 2 * CONCURRENCY + 1
 AS_IF_LARGE = {
     "extractor.collector.WHOLE_BYTES": 0,
     "extractor.places.LIGHT_BYTES": 0,
-    "extractor.mover.LIGHT_BYTES": 0,
+    "extractor.mover.UNDIVIDED_BYTES": 0,
 }
 _CLONE_NEWNS = 0x20000
 

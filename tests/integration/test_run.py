@@ -104,15 +104,15 @@ async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, not
     assert dumps_under(dump_root) == []
 
 
-@pytest.mark.parametrize("light_bytes", [0, extractor.mover.LIGHT_BYTES])
+@pytest.mark.parametrize("undivided_bytes", [0, extractor.mover.UNDIVIDED_BYTES])
 async def test_many_small_shards_hold_what_one_would(
-    light_bytes: int,
+    undivided_bytes: int,
     tmp_path: Path,
     dump_root: Path,
     notes: Notes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(extractor.mover, "LIGHT_BYTES", light_bytes)
+    monkeypatch.setattr(extractor.mover, "UNDIVIDED_BYTES", undivided_bytes)
     prompts = make_prompts(60, shortest=20)
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
@@ -234,7 +234,7 @@ async def test_dumps_never_exceed_the_byte_budget(
         summary = await run(options, notes)
     assert states_of(summary) == {State.STORED: 60}
     # The budget was needed, so that the test is about something.
-    assert budget // 2 < summary.peak_shm_bytes <= budget
+    assert budget // 2 < summary.counters.peak_shm_bytes <= budget
     assert budget // 4 < server.peak_bytes <= budget
 
 

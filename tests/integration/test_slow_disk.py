@@ -148,7 +148,7 @@ async def test_requests_follow_the_disk_and_dumps_stay_within_the_budget(
         assert server.peak_concurrency <= fits
     assert sorted(server.sent()) == list(range(num_prompts))  # none was sent twice
     assert summary.counters.stored == num_prompts
-    assert summary.peak_shm_bytes <= budget
+    assert summary.counters.peak_shm_bytes <= budget
     assert summary.counters.stages[Stage.RESIDENCY].count == num_prompts
     assert dumps_under(dump_root) == []
     assert_whole(tmp_path / "out", prompts)

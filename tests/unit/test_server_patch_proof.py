@@ -378,13 +378,19 @@ def test_a_layer_with_parameters_of_unknown_meaning_is_not_even_watched() -> Non
         Court(Odd())
 
 
-def test_a_forward_that_runs_otherwise_than_the_proven_one_gives_nothing() -> None:
-    """Kernels may be chosen by the number of rows."""
+def proven_hooks() -> tuple[Court, LayerHooks]:
+    """Hooks as they were proven on a forward, and the model that it was."""
     court = Court(Inner())
     run(court.inner, make_batch())
     (found,) = court.proven
     court.uninstall()
     points = LayerHooks(court.parts, (1, 3), stream=found.stream, consumers=found.consumers)
+    return court, points
+
+
+def test_a_forward_that_runs_otherwise_than_the_proven_one_gives_nothing() -> None:
+    """Kernels may be chosen by the number of rows."""
+    court, points = proven_hooks()
     layer = court.inner.layers[3]
     layer.forward = lambda positions, hidden, batch, residual: FusesTheNorm.Layer.forward(
         layer, positions, hidden, batch, residual
@@ -396,11 +402,7 @@ def test_a_forward_that_runs_otherwise_than_the_proven_one_gives_nothing() -> No
 
 def test_a_last_layer_whose_states_cannot_be_added_up_harms_nobody() -> None:
     """The sum takes device memory, and there may be none left."""
-    court = Court(Inner())
-    run(court.inner, make_batch())
-    (found,) = court.proven
-    court.uninstall()
-    points = LayerHooks(court.parts, (1, 3), stream=found.stream, consumers=found.consumers)
+    court, points = proven_hooks()
     probe = points.probe()
 
     class NoMemory(torch.Tensor):
