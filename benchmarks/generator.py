@@ -22,7 +22,7 @@ import numpy.typing as npt
 from extractor.config import Layout
 from extractor.testing import FakeModel, FakeServer, Fault
 from server_patch.dump_format import DumpHeader, dump_name, encode_header
-from server_patch.files import write_whole
+from server_patch.files import Buffer, write_whole
 
 VOCAB_SIZE = 32_000
 CONTEXT_LENGTH = 131_072
@@ -65,7 +65,11 @@ class Generator(FakeServer):
             # Finite bfloat16 of both signs; what they are makes no difference to anyone.
             bits = np.random.default_rng(0).integers(0x3C00, 0x4000, size // 2, dtype=np.uint16)
             self._states = memoryview(bits.tobytes())
-        parts = [encode_header(header), self._states[:size], ids.astype("<i4").tobytes()]
+        parts: list[Buffer] = [
+            encode_header(header),
+            self._states[:size],
+            ids.astype("<i4").tobytes(),
+        ]
         if size < INLINE_BYTES:
             write_whole(self.directory, dump_name(counter), parts, mode=0o600)
         else:

@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -266,7 +267,7 @@ def commit_times(path: Path, rows: int, *, is_busy: bool) -> float:
                 changes += (planned(n), moved(n, Event.SEND))
             for n in range(max(0, start - GROUP), start):
                 changes += (moved(n, Event.DUMP), moved(n, Event.VERIFY), stored(n))
-            seconds.append(timed(lambda batch=changes: store.apply(batch))[1])
+            seconds.append(timed(partial(store.apply, changes))[1])
         store.close()
 
     thread = threading.Thread(target=work)

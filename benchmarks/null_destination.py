@@ -20,5 +20,5 @@ def _discard(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 if __name__ == "__main__":
-    append_file.write_at = _discard
+    vars(append_file)["write_at"] = _discard
     sys.exit(main())

@@ -20,10 +20,10 @@ import orjson
 import psutil
 
 from extractor.admission import Admission
+from extractor.ledger import planned_row
 from extractor.plan import Limits, Refusal
 from extractor.policy import DEFAULT_POLICY
 from extractor.reading import in_thread, prompts_of
-from extractor.session import planned_row
 from manifest.owner import StoreOwner
 from manifest.records import Source
 from prompts.inputs import scan_inputs

@@ -24,13 +24,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.load import random_prompts
 from benchmarks.sinks import write_prompts
 from extractor.live import read_live
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 LOOK_S = 0.05
 
@@ -79,8 +82,9 @@ def client(rate_bytes_per_s: float, arguments: Sequence[str]) -> None:
     free_at = 0.0
     fdatasync, lock = os.fdatasync, threading.Lock()
 
-    def slow(descriptor: int) -> None:
+    def slow(fd: FileDescriptorLike) -> None:
         nonlocal free_at
+        descriptor = fd if isinstance(fd, int) else fd.fileno()
         status = os.fstat(descriptor)
         size = status.st_size
         fdatasync(descriptor)

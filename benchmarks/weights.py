@@ -1,6 +1,6 @@
 """A model folder with seeded random weights from a bare config.json, for comparing values.
 
-    python benchmarks/weights.py CONFIG_DIR TARGET_DIR
+    python -m benchmarks.weights CONFIG_DIR TARGET_DIR
 
 Weights as a trained model's would be no smaller: each layer changes the residual stream visibly,
 so that a wrong layer or row cannot look almost right. (SGLang's `--load-format dummy` weights are
@@ -9,8 +9,8 @@ too small for that.)
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 
 
@@ -39,5 +39,13 @@ def make_weights(config: Path, target: Path, *, seed: int = 0) -> None:
     (target / "done").touch()
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("config", type=Path, help="a folder with a config.json")
+    parser.add_argument("target", type=Path, help="where the model folder is made")
+    options = parser.parse_args()
+    make_weights(options.config, options.target)
+
+
 if __name__ == "__main__":
-    make_weights(Path(sys.argv[1]), Path(sys.argv[2]))
+    main()

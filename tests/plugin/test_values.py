@@ -141,4 +141,4 @@ def test_host_memory_does_not_grow_with_the_requests(case: Case, serving: Servin
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(result.stdout.splitlines()) == 4
+    assert "schedulers keep" in result.stdout.splitlines()[-1]
