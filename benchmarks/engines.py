@@ -17,6 +17,7 @@ from extractor.client import Client
 from extractor.collect import Rank
 from extractor.engine import ServeOptions
 from extractor.process import ServerProcess, started
+from extractor.serve import free_port
 from extractor.writers import scan_writers
 
 START_TIMEOUT_S = 420.0
@@ -45,6 +46,14 @@ class EngineSpec:
     last_kind: str = "post"
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def free_ports(count: int) -> list[int]:
+    """That many different ones: a server takes its own only when its model is loaded."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 @asynccontextmanager

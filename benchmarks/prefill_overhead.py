@@ -3,10 +3,12 @@
     python -m benchmarks.prefill_overhead --model DIR [--tp 2] [--sink shm=/dev/shm] \\
         -- --attention-backend triton …
 
-Both servers run side by side on the same device(s), one of them idle at any time. Rounds are
-interleaved (plain, patched, patched, plain, …), each with fresh random prompts; the ratio is taken
-round by round, so that a drifting machine does not show in it. The dumps are removed as they
-appear; with `--sink NAME=DIRECTORY`, in rounds of their own, the real client stores them there.
+Both servers run side by side on the same device(s), one of them idle at any time; those of several
+models (`--model` repeated) start together and are measured in turn. Rounds are interleaved (plain,
+patched, patched, plain, …), each with fresh random prompts; the ratio is taken round by round, so
+that a drifting machine does not show in it. The dumps are removed as they appear; with `--sink
+NAME=DIRECTORY`, in rounds of their own, the real client stores them there. Everything that is
+measured runs once before, so that no round is the first to touch memory.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.engines import Engine, EngineSpec, engines
+from benchmarks.engines import Engine, EngineSpec, engines, free_ports
 from benchmarks.load import prefill_s, random_prompts
 from benchmarks.sinks import ClientSink, NullSink
-from extractor.serve import free_port
 from prompts.types import Prompt
+from server_patch.dump_format import bytes_per_token
 from server_patch.stats import STATS_NAME
 
 NULL = "null"
@@ -44,6 +46,7 @@ class SinkResult:
     ratio_median: float
     ratio_min: float
     ratio_max: float
+    tokens_per_s_by_round: list[float]
     gigabytes_per_s: float  # of states; median
 
 
@@ -53,6 +56,7 @@ class Result:
 
     prompt_tokens: int
     plain_tokens_per_s: float  # median over the rounds
+    plain_tokens_per_s_by_round: list[float]
     sinks: Mapping[str, SinkResult]
     num_errors: int  # error records
     forwards: int
@@ -87,7 +91,7 @@ async def measure(
     clients: Mapping[str, ClientSink] | None = None,
     seed: int = 0,
 ) -> Result:
-    """Interleaved rounds after one warm-up of each server."""
+    """Interleaved rounds after one of each server and each client that does not count."""
     generator = np.random.default_rng(seed)
     vocab_size = patched.ranks[0].ready.vocab_size
     count = plan.num_prompts(prompt_tokens)
@@ -115,7 +119,7 @@ async def measure(
         gigabytes_per_s[name].append((sink.num_bytes - before) / seconds / 1e9)
 
     with NullSink([rank.directory for rank in patched.ranks]) as sink:
-        for name in ("plain", NULL):
+        for name in ("plain", NULL, *clients):
             await round_of(name)
         speeds.clear()
         gigabytes_per_s.clear()
@@ -131,6 +135,7 @@ async def measure(
     return Result(
         prompt_tokens=prompt_tokens,
         plain_tokens_per_s=statistics.median(speeds["plain"]),
+        plain_tokens_per_s_by_round=speeds["plain"],
         sinks={
             name: _sink_result(speeds["plain"], speeds[name], gigabytes_per_s[name])
             for name in (NULL, *clients)
@@ -154,6 +159,7 @@ def _sink_result(
         ratio_median=statistics.median(ratios),
         ratio_min=min(ratios),
         ratio_max=max(ratios),
+        tokens_per_s_by_round=patched,
         gigabytes_per_s=statistics.median(gigabytes_per_s),
     )
 
@@ -184,8 +190,8 @@ def show(result: Result) -> None:
     )
 
 
-def compare_rivals(options: argparse.Namespace, plain_url: str) -> None:
-    """The other routes on the same device, while the servers stand idle: a file beside --json."""
+def compare_rivals(model: str, plain_url: str, results: Path | None) -> None:
+    """The other routes on the same device, the servers standing idle: a file beside `results`."""
     command = [sys.executable, "-m", "benchmarks.rivals"]
     found = []
     for arguments in (
@@ -194,75 +200,104 @@ def compare_rivals(options: argparse.Namespace, plain_url: str) -> None:
         ["huggingface", "--batch", "8"],
     ):
         ran = subprocess.run(
-            [*command, *arguments, "--model", options.model], stdout=subprocess.PIPE, check=False
+            [*command, *arguments, "--model", model], stdout=subprocess.PIPE, check=False
         )
         print(ran.stdout.decode(), end="", flush=True)
         found.append(json.loads(ran.stdout) if ran.returncode == 0 else {"failed": arguments})
-    if options.json:
-        options.json.with_suffix(".rivals.json").write_text(json.dumps(found, indent=1))
+    if results:
+        results.with_suffix(".rivals.json").write_text(json.dumps(found, indent=1))
 
 
-async def run(options: argparse.Namespace) -> list[Result]:
+async def run(options: argparse.Namespace) -> None:
     dump_root = Path(tempfile.mkdtemp(prefix="prefill-overhead-", dir="/dev/shm"))
     arguments = (*options.arguments, "--tp-size", str(options.tp))
     if options.rivals:
         arguments += ("--enable-return-hidden-states",)  # allows it; requests ask for it
+    ports = free_ports(2 * len(options.models))
     specs = [
         EngineSpec(
-            name=name,
-            model=options.model,
-            port=free_port(),
-            dump_root=dump_root if name == "patched" else None,
+            name=f"{name}-{kind}",
+            model=model,
+            port=ports.pop(),
+            dump_root=dump_root / name if kind == "patched" else None,
             arguments=arguments,
         )
-        for name in ("plain", "patched")
+        for name, model in options.models.items()
+        for kind in ("plain", "patched")
     ]
+    try:
+        async with engines(specs, log_directory=options.logs) as running:
+            for name, model in options.models.items():
+                print(f"# {name}", flush=True)
+                results = Path(options.json.format(model=name)) if options.json else None
+                plain, patched = running[f"{name}-plain"], running[f"{name}-patched"]
+                clients = {
+                    sink: ClientSink(
+                        patched,
+                        directory,
+                        dump_root / name,
+                        arguments=("--concurrency", str(options.concurrency), *options.client),
+                    )
+                    for sink, directory in options.sinks.items()
+                }
+                await measure_lengths(plain, patched, clients, options, results)
+                if options.rivals:
+                    await asyncio.to_thread(compare_rivals, model, plain.url, results)
+    finally:
+        shutil.rmtree(dump_root, ignore_errors=True)
+
+
+async def measure_lengths(
+    plain: Engine,
+    patched: Engine,
+    clients: Mapping[str, ClientSink],
+    options: argparse.Namespace,
+    results: Path | None,
+) -> None:
+    """One prompt length after the other, each printed and written as soon as it is measured."""
+    tokens_per_round = options.tokens_per_round
+    if options.gigabytes_per_round:
+        ready = patched.ranks[0].ready
+        of_token = bytes_per_token(
+            num_boundaries=len(ready.boundaries),
+            hidden_size=ready.hidden_size,
+            dtype=ready.dtype,
+            last_kind=ready.last_kind,
+        )
+        tokens_per_round = int(options.gigabytes_per_round * 1e9 / of_token)
     plan = Plan(
-        tokens_per_round=options.tokens_per_round,
+        tokens_per_round=tokens_per_round,
         max_requests=options.max_requests,
         rounds=options.rounds,
         client_rounds=options.client_rounds,
         concurrency=options.concurrency,
     )
-    try:
-        async with engines(specs, log_directory=options.logs) as running:
-            patched = running["patched"]
-            clients = {
-                name: ClientSink(
-                    patched,
-                    directory,
-                    dump_root,
-                    arguments=("--concurrency", str(plan.concurrency), *options.client_arguments),
-                )
-                for name, directory in options.sinks.items()
-            }
-            results = []
-            for prompt_tokens in options.prompt_tokens:
-                result = await measure(
-                    running["plain"],
-                    patched,
-                    prompt_tokens=prompt_tokens,
-                    plan=plan,
-                    clients=clients,
-                )
-                show(result)
-                results.append(result)
-                if options.json:
-                    document = [asdict(result) for result in results]
-                    options.json.write_text(json.dumps(document, indent=1))
-            if options.rivals:
-                await asyncio.to_thread(compare_rivals, options, running["plain"].url)
-            return results
-    finally:
-        shutil.rmtree(dump_root, ignore_errors=True)
+    document = []
+    for prompt_tokens in options.prompt_tokens:
+        result = await measure(
+            plain, patched, prompt_tokens=prompt_tokens, plan=plan, clients=clients
+        )
+        show(result)
+        document.append(asdict(result))
+        if results:
+            results.write_text(json.dumps(document, indent=1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True)
+    parser.add_argument(
+        "--model",
+        dest="models",
+        action="append",
+        required=True,
+        help="a model folder; repeated: several",
+    )
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 2048, 8192])
     parser.add_argument("--tokens-per-round", type=int, default=500_000)
+    parser.add_argument(
+        "--gigabytes-per-round", type=float, help="of states, instead of --tokens-per-round"
+    )
     parser.add_argument("--max-requests", type=int, default=2000, help="in one round")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--client-rounds", type=int, default=3)
@@ -278,13 +313,18 @@ def main() -> None:
     parser.add_argument("--rivals", action="store_true", help="measure other routes too: rivals.py")
     parser.add_argument("--movers", default="1", help="threads of `extractor run`")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/prefill-overhead"))
-    parser.add_argument("--json", type=Path, help="where the figures go too")
+    parser.add_argument(
+        "--json", help="where the figures go too; {model} in it stands for the model folder's name"
+    )
     parser.add_argument("arguments", nargs="*", help="SGLang arguments, after --")
     options = parser.parse_args()
     options.sinks = {
         name: Path(directory) for name, _, directory in (s.partition("=") for s in options.sinks)
     }
-    options.client_arguments = ("--movers", options.movers)
+    options.client = ("--movers", options.movers)
+    options.models = {Path(model).name: model for model in options.models}
+    if options.json and len(options.models) > 1 and "{model}" not in options.json:
+        parser.error("--json: of several models, each has a file of its own: put {model} in it")
     asyncio.run(run(options))
 
 

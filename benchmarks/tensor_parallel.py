@@ -26,12 +26,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.engines import Engine, EngineSpec, engines
+from benchmarks.engines import Engine, EngineSpec, engines, free_ports
 from benchmarks.load import prefill_s, random_prompts
 from benchmarks.prefill_overhead import Plan, measure, show
 from benchmarks.sinks import extract, write_prompts
 from extractor.collect import DumpFile, DumpWatcher
-from extractor.serve import free_port
 from extractor.shard_format import decode_shard_header
 from manifest.correlate import Piece, Tiling, tile
 from prompts.types import Prompt
@@ -181,11 +180,12 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         layouts["single"] = ("--tp-size", "1")
     if options.dp_attention:
         layouts["dp-attention"] = (*width, "--dp-size", str(options.tp), "--enable-dp-attention")
+    ports = free_ports(len(layouts))
     specs = [
         EngineSpec(
             name=name,
             model=options.model,
-            port=free_port(),
+            port=ports.pop(),
             dump_root=None if name == "plain" else work / "dumps",
             arguments=(*options.arguments, *arguments),
         )
