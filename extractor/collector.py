@@ -20,7 +20,7 @@ from extractor.errors import PluginError, ServerError
 from extractor.files import unlink_all
 from extractor.retry import Failure
 from extractor.verify import check_header
-from extractor.writers import scan_writers
+from extractor.writers import is_alive, scan_writers
 from manifest.correlate import Correlator, Match, Piece
 from manifest.states import Reason
 from server_patch.dump_format import TEMPORARY_PREFIX
@@ -28,6 +28,8 @@ from server_patch.dump_format import TEMPORARY_PREFIX
 #: So small a dump is read with its header: opening it a second time would cost more than its bytes,
 #: of which no more are kept than of the prompts under way.
 WHOLE_BYTES = 64 << 10
+#: At the end, dumps of requests that were given up get so long to come and be removed.
+LATE_DUMPS_S = 2.0
 
 Collected = Sequence[DumpPiece] | Failure
 
@@ -44,7 +46,7 @@ class Collector:
         self._waiting: dict[str, asyncio.Future[Collected]] = {}
         self.num_orphans = 0  # late or duplicate dumps of ours that nobody waits for any more
         self.num_broken = 0
-        #: Requests that were given up without an answer: their dumps may come late.
+        #: Rids that the server may still be at work on, and whose dumps nobody waits for.
         self.abandoned: set[str] = set()
 
     def expect(self, rid: str, *, num_tokens: int) -> asyncio.Future[Collected]:
@@ -98,6 +100,19 @@ class Collector:
             self.drop(rid, collected)
         self.poll()
 
+    async def clear(self, *, patience_s: float = LATE_DUMPS_S) -> None:
+        """Sweep, and go on until the dumps of abandoned requests came too, or time is up."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + patience_s
+        with suppress(ServerError):
+            self.sweep()
+            while self.abandoned and loop.time() < until and self._is_served():
+                await asyncio.sleep(0.02)
+                self.poll()
+
+    def _is_served(self) -> bool:
+        return any(is_alive(rank.ready) for rank in self._ranks)
+
     def _take(self, rank: Rank, arrival: Arrival) -> None:
         match arrival:
             case DumpFile():
@@ -105,6 +120,7 @@ class Collector:
             case ErrorFile(path=path, record=record):
                 if record.rid.startswith(self._rid_prefix):
                     unlink_all([path])
+                    self.abandoned.discard(record.rid)
                     self._settle(
                         record.rid, Failure(reason=Reason.DUMP_FAILED, detail=record.reason)
                     )

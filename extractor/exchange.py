@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from extractor.client import Client
-from extractor.collector import Collected, Collector, remove_unfinished
+from extractor.collector import LATE_DUMPS_S, Collected, Collector, remove_unfinished
 from extractor.concurrency import Limiter
 from extractor.config import Layout, RunOptions
 from extractor.errors import ServerError
@@ -29,8 +29,6 @@ from manifest.records import Moved
 from manifest.states import Event, Reason
 from prompts.types import Prompt
 
-#: At the end of a run, dumps of requests that were given up get so long to come and be removed.
-LATE_DUMPS_S = 2.0
 #: So long after a broken connection it is known whether the server died.
 DEATH_SHOWS_S = 2.0
 #: Between two looks whether a full dump root has room again.
@@ -87,6 +85,7 @@ class Exchange:
             run_id=run_id,
             limiter=limiter,
             turns=turns,
+            abandoned=self.collector.abandoned,
             say=say,
         )
 
@@ -139,7 +138,7 @@ class Exchange:
             attempt=attempt,
         )
         collected = self.collector.expect(rid, num_tokens=prompt.num_tokens)
-        is_taken = False
+        is_due = is_taken = False
         try:
             reply_failure = await self._send(Request(rid=rid, prompt=prompt), attempt, turn)
             if reply_failure is not None:
@@ -147,6 +146,7 @@ class Exchange:
                 with suppress(ServerError):  # which ends `run`
                     self.collector.poll()
                 return reply_failure
+            is_due = True
             answered_at = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(self._dump_timeout_s):
@@ -164,6 +164,8 @@ class Exchange:
             is_taken = True
         finally:
             if not is_taken:
+                if is_due and not collected.done():
+                    self.collector.abandoned.add(rid)
                 self.collector.drop(rid, collected)
         if isinstance(outcome, Failure):
             return self._unless_full(outcome, prompt)
@@ -267,11 +269,5 @@ class Exchange:
         To be called when nothing is copied any more.
         """
         await self.abandon()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + (0.0 if self.has_ended.is_set() else LATE_DUMPS_S)
-        # Everything that is still there, or comes, is nobody's any more.
-        with suppress(ServerError):
-            self.collector.sweep()
-            while self.collector.abandoned and loop.time() < until:
-                await asyncio.sleep(0.02)
-                self.collector.poll()
+        # What is lost is not waited for.
+        await self.collector.clear(patience_s=0.0 if self.has_ended.is_set() else LATE_DUMPS_S)

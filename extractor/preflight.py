@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from extractor.engine import boundaries_of
 from extractor.errors import (
     ConfigMismatch,
     PluginError,
-    ServerError,
     ServerLost,
     ServerUnreachable,
     SpaceError,
@@ -172,8 +170,9 @@ async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
     try:
         await _probe(client, target, collector, request)
     finally:
-        with suppress(ServerError):
-            collector.sweep()
+        if collector.abandoned:
+            await client.abort(request.rid)
+        await collector.clear()
 
 
 def probe_request(run_id: str, *, vocab_size: int) -> Request:
@@ -197,22 +196,25 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
     watching = asyncio.create_task(collector.run(), name="probe-collector")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
+            collector.abandoned.add(request.rid)  # unless it comes to its end here
             reply = await client.generate(request)
             while isinstance(reply, Failure) and reply.is_busy:
                 refused = reply.detail
                 await asyncio.sleep(BUSY_PAUSE_S)
                 reply = await client.generate(request)
             refused = ""
-            failure = (
-                reply if isinstance(reply, Failure) else check_reply(reply, num_tokens=PROBE_TOKENS)
-            )
-            if failure is not None:
+            if isinstance(reply, Failure):
+                if not reply.is_unanswered:
+                    collector.abandoned.discard(request.rid)
+                raise PluginError(f"the probe prompt failed: {reply.detail}")
+            if (failure := check_reply(reply, num_tokens=PROBE_TOKENS)) is not None:
                 raise PluginError(f"the probe prompt failed: {failure.detail}")
             either: set[asyncio.Future[Any]] = {collected, watching}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()  # raises what ended it
         outcome = collected.result()
+        collector.abandoned.discard(request.rid)
     except TimeoutError:
         if refused:
             raise ServerLost(

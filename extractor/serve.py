@@ -143,6 +143,7 @@ class _Watch:
                 await self._until(Stage.PROBED, _is_done(probe))
             finally:
                 probe.cancel()
+                await asyncio.wait([probe])  # it leaves nothing behind
             await probe
             return target
 

@@ -42,9 +42,11 @@ class ServerWatch:
         run_id: str,
         limiter: Limiter,
         turns: Turns,
+        abandoned: set[str],
         say: Say,
     ) -> None:
-        """say: tells a person what the run waits for."""
+        """abandoned: the collector's, of rids whose dumps nobody waits for. say: tells a person
+        what the run waits for."""
         self._say = say
         self._client = client
         self._target = target
@@ -57,6 +59,7 @@ class ServerWatch:
         self.limiter = limiter
         self.gate = Gate(limit=limiter.limit)
         self._turns = turns
+        self._abandoned = abandoned
         self._has_opened = asyncio.Event()  # the circuit: no prompt may be sent
         self._found_gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._last_trouble = ""
@@ -196,6 +199,7 @@ class ServerWatch:
         loop = asyncio.get_running_loop()
         request = probe_request(self._run_id, vocab_size=self._target.limits.vocab_size)
         sent_at = loop.time()
+        self._abandoned.add(request.rid)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 reply = await self._client.generate(request)
@@ -208,4 +212,6 @@ class ServerWatch:
         if not isinstance(reply, Failure):
             failure = check_reply(reply, num_tokens=PROBE_TOKENS)
             reply = reply if failure is None else failure
+        elif reply.is_unsent or not reply.is_unanswered:
+            self._abandoned.discard(request.rid)  # no dump will come
         self.note(reply, sent_at=sent_at)

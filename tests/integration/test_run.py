@@ -47,12 +47,19 @@ from extractor.lock import exclusive
 from extractor.places import LEAST_LIGHT_BYTES, num_places
 from extractor.plan import PROBE_SESSION, Limits, dump_bytes
 from extractor.run import RunSummary, run
-from extractor.testing import FakeModel, FakeServer, Fault, faults_once
+from extractor.testing import LATE_S, FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
-TIMEOUTS = {"request_timeout_s": 0.5, "dump_timeout_s": 0.3}
+#: Of what is waited for in vain; everything else may take as long as a busy machine takes.
+TIMEOUTS: dict[Fault, dict[str, float]] = {
+    Fault.SILENT: {"request_timeout_s": 1.5},
+    Fault.LATE: {"request_timeout_s": LATE_S / 2},
+    Fault.NO_DUMP: {"dump_timeout_s": 1.0},
+    Fault.SHORT_DUMP: {"dump_timeout_s": 1.0},
+    Fault.TORN_DUMP: {"dump_timeout_s": 1.0},
+}
 
 
 def states_of(summary: RunSummary) -> dict[State, int]:
@@ -364,7 +371,8 @@ async def test_a_passing_fault_costs_one_request_and_a_lasting_one_the_row(
     # Request 0 is the probe.
     async with FakeServer(dump_root, faults=faults_once({1: fault})).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
-        summary = await run(options_for(server, path, tmp_path / "out", **TIMEOUTS), notes)
+        options = options_for(server, path, tmp_path / "out", **TIMEOUTS.get(fault, {}))
+        summary = await run(options, notes)
     assert len(ordinals_sent(server.requests)) == requests
     assert len(set(server.requests)) == len(server.requests)  # a rid names one attempt
     assert summary.totals.by_reason == ({} if reason is None else {reason: 1})
@@ -396,7 +404,9 @@ async def test_a_row_whose_every_attempt_fails_is_given_up_with_the_reason(
 
     async with FakeServer(dump_root, faults=first_row_fails).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
-        options = options_for(server, path, tmp_path / "out", max_attempts=2, **TIMEOUTS)
+        options = options_for(
+            server, path, tmp_path / "out", max_attempts=2, **TIMEOUTS.get(fault, {})
+        )
         summary = await run(options, notes)
     assert summary.totals.by_reason == {reason: 1}
     assert sorted(ordinals_sent(server.requests)) == [0, 0, 1, 2]
@@ -590,7 +600,13 @@ async def test_every_fault_at_once_ends_with_every_row_settled(
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         # Chance alone must not use up a row's attempts.
         options = options_for(
-            server, path, tmp_path / "out", concurrency=16, max_attempts=99, **TIMEOUTS
+            server,
+            path,
+            tmp_path / "out",
+            concurrency=16,
+            max_attempts=99,
+            request_timeout_s=LATE_S / 2,
+            dump_timeout_s=0.3,
         )
         summary = await run(options, notes)
     assert summary.totals.num_rows == 120
