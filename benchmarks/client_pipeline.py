@@ -32,10 +32,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from benchmarks.command import (
+    Failed,
+    child,
+    command_parser,
+    directory,
+    number_from,
+    run_command,
+    session_of,
+)
 from benchmarks.generator import VOCAB_SIZE
 from extractor.live import read_live
 
@@ -106,13 +114,12 @@ def generator(dump_root: Path, options: argparse.Namespace) -> Iterator[str]:
         sys.executable, "-m", "benchmarks.generator", "--dump-root", str(dump_root),
         "--hidden-size", str(options.hidden_size), "--num-boundaries", str(options.num_boundaries),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
+    with child(command) as process:
         assert process.stdout is not None
-        yield process.stdout.readline().strip()
-    finally:
-        process.terminate()
-        process.wait()
+        url = process.stdout.readline().decode().strip()
+        if not url:
+            raise Failed("the generator did not start: see what it says above")
+        yield url
 
 
 def run_client(
@@ -123,17 +130,19 @@ def run_client(
         sys.executable, "-m", module, "run", str(prompts), "--out", str(out), "--server", url,
         "--tokenizer", "none", "--dump-dir", str(dump_root), "--json", *extra,
     ]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    watch = MemoryWatch(process.pid, out)
-    watch.start()
-    output = process.stdout.read()
-    watch.stop()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise RuntimeError(f"extractor run ended with {process.returncode}: {output!r}")
-    session: dict[str, Any] = json.loads(output)["session"]
+    with tempfile.TemporaryFile() as status_lines:
+        with child(command, stderr=status_lines) as process:
+            assert process.stdout is not None
+            watch = MemoryWatch(process.pid, out)
+            watch.start()
+            output = process.stdout.read()
+            watch.stop()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            status_lines.seek(0)
+            sys.stderr.write(status_lines.read()[-4096:].decode(errors="replace"))
+    session = session_of(output, process.returncode)
     return ClientRound(
         seconds=session["seconds"],
         core_s=usage.ru_utime + usage.ru_stime,
@@ -161,13 +170,17 @@ def make_source(directory: Path, *, total_bytes: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, required=True, help="a directory on the disk measured")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=2048)
-    parser.add_argument("--hidden-size", type=int, default=2048)
-    parser.add_argument("--num-boundaries", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument(
+        "--out", type=directory, required=True, help="a directory on the disk measured"
+    )
+    parser.add_argument("--prompts", type=number_from(1), default=64, help="in a round")
+    parser.add_argument("--prompt-tokens", type=number_from(1), default=2048, help="of each")
+    parser.add_argument("--hidden-size", type=number_from(1), default=2048, help="of a state")
+    parser.add_argument(
+        "--num-boundaries", type=number_from(1), default=3, help="states beside the last"
+    )
+    parser.add_argument("--rounds", type=number_from(1), default=3, help="of each of the two")
     parser.add_argument("--null", action="store_true", help="the client's shards go nowhere")
     parser.add_argument("--json", type=Path, help="where the figures go too")
     parser.add_argument("client", nargs="*", help="options of `extractor run`, after --")
@@ -233,4 +246,4 @@ def show(number: int, cp_s: float, client: ClientRound, total_bytes: int) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from benchmarks.command import child, command_parser, number_from, run_command, session_of
+from benchmarks.load import random_prompts, serving_ranks
+from benchmarks.sinks import write_prompts
 
 AUTO = "auto"
 FIXED = ("1", "4", "16", "64", "256")
@@ -37,28 +38,17 @@ class Measured:
     limit: int  # requests in flight that it ended with
 
 
-def write_prompts(path: Path, options: argparse.Namespace) -> None:
-    """Rows of random ids, none of them special (0..2)."""
-    generator = np.random.default_rng(0)
-    with open(path, "w") as file:
-        for _ in range(options.prompts):
-            ids = generator.integers(3, options.vocab_size, options.prompt_tokens)
-            file.write(json.dumps({"input_ids": ids.tolist()}) + "\n")
-
-
 def run_once(number: int, setting: str, prompts: Path, options: argparse.Namespace) -> Measured:
-    """Run the client as a user would. Raises CalledProcessError when it fails."""
+    """Run the client as a user would. Raises Failed unless it stores every row."""
     with tempfile.TemporaryDirectory(prefix="concurrency-", dir=options.out) as out:
         command = [
             sys.executable, "-m", "extractor", "run", str(prompts), "--out", out,
             "--server", options.server, "--dump-dir", str(options.dump_dir),
             "--tokenizer", "none", "--concurrency", setting, "--json",
         ]  # fmt: skip
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-        shutil.rmtree(Path(out) / "shards")
-    session: dict[str, Any] = json.loads(output)["session"]
-    if session["stored"] != options.prompts:
-        raise RuntimeError(f"{session['stored']} of {options.prompts} prompts were stored")
+        with child(command) as process:
+            assert process.stdout is not None
+            session = session_of(process.stdout.read(), process.wait())
     return Measured(
         round=number,
         setting=setting,
@@ -87,23 +77,31 @@ def show(measured: list[Measured], fixed: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = command_parser(__doc__, __file__)
     parser.add_argument("--server", required=True, help="URL of a server with the plugin")
     parser.add_argument("--dump-dir", type=Path, required=True, help="where it dumps")
     parser.add_argument("--out", type=Path, required=True, help="a directory for the shards")
-    parser.add_argument("--prompts", type=int, default=2000)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--vocab-size", type=int, default=500)
+    parser.add_argument("--prompts", type=number_from(1), default=2000, help="in each run")
+    parser.add_argument("--prompt-tokens", type=number_from(1), default=64, help="of each")
     parser.add_argument("--fixed", nargs="+", default=list(FIXED), help="numbers to compare with")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=number_from(1), default=3, help="of all settings")
     parser.add_argument("--json", type=Path, help="where the figures go too")
     options = parser.parse_args()
+    vocab_size = serving_ranks(options.dump_dir)[0].ready.vocab_size
     options.out.mkdir(parents=True, exist_ok=True)
     measured: list[Measured] = []
     order = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="concurrency-") as directory:
         prompts = Path(directory) / "prompts.jsonl"
-        write_prompts(prompts, options)
+        write_prompts(
+            prompts,
+            random_prompts(
+                options.prompts,
+                num_tokens=options.prompt_tokens,
+                vocab_size=vocab_size,
+                generator=np.random.default_rng(0),
+            ),
+        )
         run_once(-1, "16", prompts, options)  # the server's first requests are its slowest
         for number in range(options.rounds):
             for setting in order.sample((*options.fixed, AUTO), len(options.fixed) + 1):
@@ -119,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

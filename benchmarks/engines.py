@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.command import Failed
 from extractor.client import Client
 from extractor.collect import Rank
 from extractor.engine import ServeOptions
@@ -60,7 +61,7 @@ def free_ports(count: int) -> list[int]:
 async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engine]:
     """Run a server; ready when it is healthy and, with the plugin, every rank has announced itself.
 
-    Raises RuntimeError with the log's end when it does not come up.
+    Raises Failed with the log's end when it does not come up.
     """
     root = spec.dump_root or Path("/nonexistent")
     options = ServeOptions(
@@ -90,14 +91,14 @@ async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engi
         while True:
             tail = process.log_text(tail_bytes=6000)
             if process.exit_status is not None:
-                raise RuntimeError(f"{spec.name} ended with {process.exit_status}:\n{tail}")
+                raise Failed(f"{spec.name} ended with {process.exit_status}:\n{tail}")
             if time.monotonic() - begun > START_TIMEOUT_S:
-                raise RuntimeError(f"{spec.name} not up in {START_TIMEOUT_S:.0f} s:\n{tail}")
+                raise Failed(f"{spec.name} not up in {START_TIMEOUT_S:.0f} s:\n{tail}")
             if await client.is_healthy():
                 writers = scan_writers(root)
                 ranks = tuple(r for r in writers.alive if r.ready.boot_id.startswith(boot_id))
                 if any(failed.directory.parent.name == boot_id for failed in writers.failed):
-                    raise RuntimeError(f"{spec.name}: {writers.failed}")
+                    raise Failed(f"{spec.name}: {writers.failed}")
                 if spec.dump_root is None or (ranks and len(ranks) == ranks[0].ready.dp_size):
                     break
             await asyncio.sleep(1.0)
@@ -110,8 +111,8 @@ async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engi
 async def engines(
     specs: Sequence[EngineSpec], *, log_directory: Path
 ) -> AsyncIterator[dict[str, Engine]]:
-    """Run several servers that start at the same time; by name."""
-    stop = asyncio.Event()
+    """Run several servers that start at the same time; by name. The first that does not come up,
+    and whatever ends the block, ends them all, those that still start included."""
     up: dict[str, asyncio.Future[Engine]] = {
         spec.name: asyncio.get_running_loop().create_future() for spec in specs
     }
@@ -120,7 +121,7 @@ async def engines(
         try:
             async with engine(spec, log_directory=log_directory) as running:
                 up[spec.name].set_result(running)
-                await stop.wait()
+                await asyncio.Event().wait()  # until it is cancelled
         except Exception as error:
             if up[spec.name].done():
                 raise
@@ -128,9 +129,11 @@ async def engines(
 
     tasks = [asyncio.create_task(keep(spec), name=spec.name) for spec in specs]
     try:
-        yield {name: await future for name, future in up.items()}
+        await asyncio.gather(*up.values())
+        yield {name: future.result() for name, future in up.items()}
     finally:
-        stop.set()
+        for task in tasks:
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for future in up.values():
             if future.done() and not future.cancelled():

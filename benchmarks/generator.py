@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.command import command_parser, number_from, run_command
 from extractor.config import Layout
 from extractor.testing import FakeModel, FakeServer, Fault
 from server_patch.dump_format import DumpHeader, dump_name, encode_header
@@ -101,14 +102,16 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--dump-root", type=Path, required=True)
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--hidden-size", type=int, default=2048)
-    parser.add_argument("--num-boundaries", type=int, default=3)
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument("--dump-root", type=Path, required=True, help="where it dumps; on tmpfs")
+    parser.add_argument("--port", type=int, default=0, help="of 127.0.0.1; 0: a free one")
+    parser.add_argument("--hidden-size", type=number_from(1), default=2048, help="of a state")
+    parser.add_argument(
+        "--num-boundaries", type=number_from(1), default=3, help="states beside the last"
+    )
     os.umask(0o077)
     asyncio.run(serve(parser.parse_args()))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -1,4 +1,4 @@
-"""Prompts of random tokens, and the sending of them at a fixed concurrency."""
+"""Prompts of random tokens, the server they are for, and their sending at a fixed concurrency."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import Failed
 from extractor.client import Client
+from extractor.collect import Rank
 from extractor.plan import Request
 from extractor.retry import Failure
+from extractor.writers import scan_writers
 from prompts.types import Prompt
+
+
+def serving_ranks(dump_root: Path) -> tuple[Rank, ...]:
+    """At least one rank of a running server that dumps there. Raises Failed if there is none."""
+    ranks = scan_writers(dump_root).alive
+    if not ranks:
+        raise Failed(f"no server with the plugin announces itself under {dump_root}")
+    return ranks
 
 
 def random_prompts(
@@ -35,7 +47,7 @@ def random_prompts(
 async def prefill_s(url: str, prompts: Sequence[Prompt], *, concurrency: int) -> float:
     """Seconds to prefill all `prompts`. Rids are ours, so a server with the plugin dumps them.
 
-    Raises RuntimeError when a request fails.
+    Raises Failed when a request fails.
     """
     tag = secrets.token_hex(4)
     async with Client(url, concurrency=concurrency, request_timeout_s=600.0) as client:
@@ -47,9 +59,9 @@ async def prefill_s(url: str, prompts: Sequence[Prompt], *, concurrency: int) ->
                     Request(rid=f"xtr-bench-{tag}-{prompt.ordinal}", prompt=prompt)
                 )
                 if isinstance(reply, Failure):
-                    raise RuntimeError(f"{url}: {reply.detail}")
+                    raise Failed(f"{url}: {reply.detail}")
                 if reply.prompt_tokens != prompt.num_tokens or reply.cached_tokens:
-                    raise RuntimeError(f"{url}: {reply}")
+                    raise Failed(f"{url}: {reply}")
 
         begun = time.perf_counter()
         async with asyncio.TaskGroup() as group:

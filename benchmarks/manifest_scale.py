@@ -15,7 +15,6 @@ the manifest and with none are interleaved.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import resource
 import statistics
@@ -29,6 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from benchmarks.command import command_parser, directory, number_from, run_command
 from extractor.tables import amount, table
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Change, Failed, Moved, Planned, Shard, Source, Stored
@@ -310,21 +310,23 @@ def measure_busy(directory: Path, rows: int, busy_s: float, rounds: int) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.manifest_scale", description=__doc__
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument(
+        "--rows", type=number_from(NUM_LEFT), default=10_000_000, help="of the manifest"
     )
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--directory", type=Path, default=None, help="on the disk to be measured")
-    parser.add_argument("--busy", type=float, metavar="MICROSECONDS", help="see above")
-    parser.add_argument("--rounds", type=int, default=5, help="with --busy")
+    parser.add_argument("--directory", type=directory, help="on the disk to be measured")
+    parser.add_argument(
+        "--busy", type=float, metavar="MICROSECONDS", help="measure beside a loop so busy"
+    )
+    parser.add_argument("--rounds", type=number_from(1), default=5, help="with --busy")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+    with tempfile.TemporaryDirectory(dir=options.directory) as work:
         if options.busy is None:
-            rows = measure(Path(directory) / "manifest.sqlite", options.rows)
+            rows = measure(Path(work) / "manifest.sqlite", options.rows)
         else:
-            rows = measure_busy(Path(directory), options.rows, options.busy / 1e6, options.rounds)
+            rows = measure_busy(Path(work), options.rows, options.busy / 1e6, options.rounds)
         print(table(rows))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

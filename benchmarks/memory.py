@@ -17,7 +17,6 @@ A scheduler's figure is the engine's and ours together.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,10 +29,10 @@ from typing import Literal
 import numpy as np
 import psutil
 
-from benchmarks.load import prefill_s, random_prompts
+from benchmarks.command import Failed, command_parser, number_from, run_command
+from benchmarks.load import prefill_s, random_prompts, serving_ranks
 from benchmarks.sinks import NullSink
 from extractor.collect import Rank
-from extractor.writers import scan_writers
 
 #: Of what is dumped between two readings, how much a process may grow: less than any part of a dump
 #: that could be kept by mistake, its header apart.
@@ -80,7 +79,7 @@ async def readings(
     num_tokens: int,
     concurrency: int,
 ) -> list[Reading]:
-    """One reading after each number of requests. Raises RuntimeError when a request fails."""
+    """One reading after each number of requests. Raises Failed when a request fails."""
     generator = np.random.default_rng(0)
     taken: list[Reading] = []
     with NullSink([rank.directory for rank in ranks]) as sink:
@@ -105,7 +104,7 @@ async def readings(
             )
             print(taken[-1].line(taken[0]), flush=True)
         if sink.num_errors:
-            raise RuntimeError(f"{sink.num_errors} error records")
+            raise Failed(f"{sink.num_errors} error records")
     return taken
 
 
@@ -136,18 +135,14 @@ def gpu_bytes() -> int | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = command_parser(__doc__, __file__)
     parser.add_argument("--server", required=True, help="URL of a server with the plugin")
     parser.add_argument("--dump-dir", type=Path, required=True, help="where it dumps")
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--requests", type=number_from(10), default=10_000, help="in all")
+    parser.add_argument("--prompt-tokens", type=number_from(1), default=64, help="of each")
+    parser.add_argument("--concurrency", type=number_from(1), default=32, help="requests at once")
     options = parser.parse_args()
-    ranks = scan_writers(options.dump_dir).alive
-    if not ranks:
-        sys.exit(f"no server with the plugin announces itself under {options.dump_dir}")
-    if options.requests < 10:
-        parser.error("--requests: at least 10")
+    ranks = serving_ranks(options.dump_dir)
     tenths = [options.requests * tenth // 10 for tenth in range(1, 11)]
     taken = asyncio.run(
         readings(
@@ -166,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -1,22 +1,22 @@
-"""Draws the README's plots from results of prefill_overhead.py.
+"""Draws the README's plots from results of prefill_overhead.py: what dumping costs, and the client.
 
-python -m benchmarks.plot prefill docs/prefill_overhead.svg NAME=RESULTS.json …
-python -m benchmarks.plot client docs/client.svg NAME=RESULTS.json …
+    cd benchmarks/results/2026-11-29-1xH200
+    PYTHONPATH=../../.. python -m benchmarks.plot prefill ../../../docs/prefill_overhead.svg \\
+        Llama-8B=llama-8b.json Llama-1B=llama-1b.json 'DeepSeek-V3 (12 layers)=deepseek-v3.json'
+    cd ../2026-11-30-1xH200
+    PYTHONPATH=../../.. python -m benchmarks.plot client ../../../docs/client.svg \\
+        Llama-8B=llama-8b-client.json Llama-1B=llama-1b-client.json \\
+        'DeepSeek-V3 (12 layers)=deepseek-v3-client.json'
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
-
+from benchmarks.command import Failed, command_parser, run_command
 from benchmarks.prefill_overhead import NULL
 
 Results = Mapping[str, Mapping[str, Any]]  # by model, each of one prompt length
@@ -75,6 +75,11 @@ def draw_client(results: Results, *, prompt_tokens: int) -> Any:
 
 
 def _axes(results: Results) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
     # A fixed salt: the same results give the same file.
     matplotlib.rcParams.update({"svg.hashsalt": "0", "font.size": 9})
     figure, axes = plt.subplots(figsize=(6.4, 2.8))
@@ -90,24 +95,36 @@ def _annotate(
     axes.annotate(text, (x, height), ha="center", va="bottom", **style)
 
 
+def result_of(path: Path, prompt_tokens: int) -> Mapping[str, Any]:
+    """What was measured with prompts of that length. Raises Failed where the file has none."""
+    try:
+        measured = {result["prompt_tokens"]: result for result in json.loads(path.read_bytes())}
+    except (ValueError, TypeError, KeyError):
+        raise Failed(f"{path} is no result of benchmarks.prefill_overhead") from None
+    if prompt_tokens not in measured:
+        raise Failed(f"{path}: no prompts of {prompt_tokens} tokens, only of {sorted(measured)}")
+    result: Mapping[str, Any] = measured[prompt_tokens]
+    return result
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("plot", choices=["prefill", "client"])
-    parser.add_argument("target", type=Path)
-    parser.add_argument("results", nargs="+", metavar="NAME=RESULTS.json")
-    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument("plot", choices=["prefill", "client"], help="which of the two")
+    parser.add_argument("target", metavar="TARGET.svg", type=Path, help="where it is drawn")
+    parser.add_argument(
+        "results", nargs="+", metavar="NAME=RESULTS.json", help="of --json, by model"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=2048, help="of these results")
     options = parser.parse_args()
     results = {}
     for name, _, path in (argument.partition("=") for argument in options.results):
-        (results[name],) = (
-            result
-            for result in json.loads(Path(path).read_bytes())
-            if result["prompt_tokens"] == options.prompt_tokens
-        )
+        if not path:
+            parser.error(f"{name}: NAME=RESULTS.json is what is needed")
+        results[name] = result_of(Path(path), options.prompt_tokens)
     draw = draw_client if options.plot == "client" else draw_prefill
     figure = draw(results, prompt_tokens=options.prompt_tokens)
     figure.savefig(options.target, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

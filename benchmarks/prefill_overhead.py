@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import command_parser, number_from, run_command
 from benchmarks.engines import Engine, EngineSpec, engines, free_ports
 from benchmarks.load import prefill_s, random_prompts
 from benchmarks.sinks import ClientSink, NullSink
@@ -108,7 +109,7 @@ async def measure(
     async def round_of(name: str) -> None:
         if name in clients:
             with sink.resting():
-                done = await asyncio.to_thread(clients[name].store, prompts())
+                done = await clients[name].store(prompts())
             speeds[name].append(done.tokens / done.seconds)
             gigabytes_per_s[name].append(done.stored_bytes / done.seconds / 1e9)
             return
@@ -284,7 +285,7 @@ async def measure_lengths(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = command_parser(__doc__, __file__)
     parser.add_argument(
         "--model",
         dest="models",
@@ -292,16 +293,20 @@ def main() -> None:
         required=True,
         help="a model folder; repeated: several",
     )
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 2048, 8192])
-    parser.add_argument("--tokens-per-round", type=int, default=500_000)
+    parser.add_argument("--tp", type=number_from(1), default=1, help="GPUs of a server")
+    parser.add_argument(
+        "--prompt-tokens", type=number_from(1), nargs="+", default=[128, 2048, 8192], help="of each"
+    )
+    parser.add_argument("--tokens-per-round", type=number_from(1), default=500_000, help="at most")
     parser.add_argument(
         "--gigabytes-per-round", type=float, help="of states, instead of --tokens-per-round"
     )
-    parser.add_argument("--max-requests", type=int, default=2000, help="in one round")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--client-rounds", type=int, default=3)
-    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--max-requests", type=number_from(1), default=2000, help="in one round")
+    parser.add_argument("--rounds", type=number_from(1), default=6, help="of each server")
+    parser.add_argument(
+        "--client-rounds", type=number_from(1), default=3, help="of these, with --sink"
+    )
+    parser.add_argument("--concurrency", type=number_from(1), default=64, help="requests at once")
     parser.add_argument(
         "--sink",
         dest="sinks",
@@ -312,15 +317,22 @@ def main() -> None:
     )
     parser.add_argument("--rivals", action="store_true", help="measure other routes too: rivals.py")
     parser.add_argument("--movers", default="1", help="threads of `extractor run`")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/prefill-overhead"))
+    parser.add_argument(
+        "--logs", type=Path, default=Path("/tmp/prefill-overhead"), help="of the servers"
+    )
     parser.add_argument(
         "--json", help="where the figures go too; {model} in it stands for the model folder's name"
     )
     parser.add_argument("arguments", nargs="*", help="SGLang arguments, after --")
     options = parser.parse_args()
     options.sinks = {
-        name: Path(directory) for name, _, directory in (s.partition("=") for s in options.sinks)
+        name: Path(place) for name, _, place in (sink.partition("=") for sink in options.sinks)
     }
+    for name, place in options.sinks.items():
+        if name in ("plain", NULL) or not place.is_dir() or place == Path():
+            parser.error(f"--sink: {name}={place}: a name of its own and a directory are needed")
+    if len({Path(model).name for model in options.models}) < len(options.models):
+        parser.error("--model: two folders have the same name")
     options.client = ("--movers", options.movers)
     options.models = {Path(model).name: model for model in options.models}
     if options.json and len(options.models) > 1 and "{model}" not in options.json:
@@ -329,4 +341,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -9,7 +9,6 @@ end needs more than 16 MiB beyond a byte for each row (which a run keeps for wha
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import orjson
 import psutil
 
+from benchmarks.command import Failed, command_parser, number_from, run_command
 from extractor.admission import Admission
 from extractor.ledger import planned_row
 from extractor.plan import Limits, Refusal
@@ -66,7 +66,8 @@ async def plan(path: Path, tokenizer: str, *, workers: int, rows: int) -> list[t
         count = 0
         async for row in in_thread(prompts):
             judged = admission.judge(row)
-            assert not isinstance(judged, Refusal), judged
+            if isinstance(judged, Refusal):
+                raise Failed(f"{tokenizer}: {judged.reason}: {judged.detail}")
             owner.post(planned_row(judged, row, 0))
             count += 1
             if count % PLANNED_PER_COMMIT == 0:
@@ -85,10 +86,14 @@ async def plan(path: Path, tokenizer: str, *, workers: int, rows: int) -> list[t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("tokenizer")
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--workers", type=int, default=1)
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument(
+        "tokenizer", metavar="TOKENIZER", help="a folder with tokenizer and chat template"
+    )
+    parser.add_argument(
+        "--rows", type=number_from(10), default=1_000_000, help="of the prompt file"
+    )
+    parser.add_argument("--workers", type=number_from(1), default=1, help="processes that tokenise")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "prompts.jsonl")
@@ -102,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -11,7 +11,6 @@ disturbs less.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import random
@@ -26,6 +25,7 @@ from typing import Any
 import orjson
 import psutil
 
+from benchmarks.command import command_parser, number_from, run_command
 from prompts.inputs import scan_inputs
 from prompts.options import DEFAULTS
 from prompts.pool import RendererPool
@@ -103,11 +103,13 @@ def told(bare: float, bare_cpu: float, ours: float, ours_cpu: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("tokenizer")
-    parser.add_argument("--rows", type=int, default=4000)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument(
+        "tokenizer", metavar="TOKENIZER", help="a folder with tokenizer and chat template"
+    )
+    parser.add_argument("--rows", type=number_from(1), default=4000, help="of the prompt file")
+    parser.add_argument("--workers", type=number_from(1), default=2, help="processes of each side")
+    parser.add_argument("--rounds", type=number_from(1), default=3, help="of each side")
     arguments = parser.parse_args()
 
     with (
@@ -145,4 +147,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

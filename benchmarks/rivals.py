@@ -10,7 +10,6 @@ one line of JSON with its tokens/s.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
@@ -22,6 +21,7 @@ import aiohttp
 import numpy as np
 import orjson
 
+from benchmarks.command import Failed, command_parser, directory, number_from, run_command
 from benchmarks.load import random_prompts
 
 
@@ -30,7 +30,7 @@ async def json_route(
 ) -> dict[str, Any]:
     """Ask for the states of the last layer (the route gives no others) and parse them.
 
-    Raises RuntimeError when an answer does not hold one row per token.
+    Raises Failed when an answer does not hold one row per token.
     """
     prompts = random_prompts(
         count + 1,
@@ -55,7 +55,7 @@ async def json_route(
             states = orjson.loads(data)["meta_info"]["hidden_states"]
             rows = len(states[0]) if isinstance(states[0][0], list) else len(states)
             if rows < prompt_tokens:
-                raise RuntimeError(f"{rows} rows came for {prompt_tokens} tokens")
+                raise Failed(f"{rows} rows came for {prompt_tokens} tokens")
 
         await ask(prompts[0].input_ids[:16].tolist() * (prompt_tokens // 16))  # warm-up
         num_bytes = 0
@@ -110,18 +110,29 @@ def huggingface(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    json_parser = commands.add_parser("json")
-    json_parser.add_argument("url")
-    json_parser.add_argument("--concurrency", type=int, default=8)
-    hf_parser = commands.add_parser("huggingface")
-    hf_parser.add_argument("--batch", type=int, default=8)
-    hf_parser.add_argument("--layers", type=int, default=3)
+    parser = command_parser(__doc__, __file__)
+    commands = parser.add_subparsers(dest="command", required=True, help="which way")
+    style = parser.formatter_class
+    json_parser = commands.add_parser("json", help="the engine's JSON route", formatter_class=style)
+    json_parser.add_argument(
+        "url", metavar="URL", help="of a server with --enable-return-hidden-states"
+    )
+    json_parser.add_argument(
+        "--concurrency", type=number_from(1), default=8, help="requests at once"
+    )
+    hf_parser = commands.add_parser(
+        "huggingface", help="transformers, saving to /dev/shm", formatter_class=style
+    )
+    hf_parser.add_argument("--batch", type=number_from(1), default=8, help="prompts in a forward")
+    hf_parser.add_argument(
+        "--layers", type=int, choices=range(4), default=3, help="kept beside the last"
+    )
     for each in (json_parser, hf_parser):
-        each.add_argument("--model", required=True)
-        each.add_argument("--count", type=int, default=16)
-        each.add_argument("--prompt-tokens", type=int, default=2048)
+        each.add_argument(
+            "--model", type=directory, required=True, help="a folder with a config.json"
+        )
+        each.add_argument("--count", type=number_from(1), default=16, help="prompts in all")
+        each.add_argument("--prompt-tokens", type=number_from(1), default=2048, help="of each")
     options = parser.parse_args()
     if options.command == "json":
         config = json.loads((Path(options.model) / "config.json").read_bytes())
@@ -148,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import Failed, session_of
 from benchmarks.engines import Engine
 from prompts.types import Prompt
 from server_patch.dump_format import is_dump_name, is_error_name
@@ -50,7 +52,7 @@ class NullSink:
         self._process.start()
         while not self._up.wait(1.0):
             if not self._process.is_alive():
-                raise RuntimeError(f"the sink ended with {self._process.exitcode}")
+                raise Failed(f"the sink ended with {self._process.exitcode}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,6 +86,7 @@ class NullSink:
 def _sink(
     directories: Sequence[Path], up: Any, stop: Any, active: Any, resting: Any, counts: Any
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches us too; our parent stops us
     up.set()
     is_last = False
     while not is_last:
@@ -120,23 +123,34 @@ class Extraction:
     stored_bytes: int
 
 
-def extract(
+async def extract(
     server: Engine, prompts: Path, out: Path, dump_root: Path, *, arguments: Sequence[str] = ()
 ) -> Extraction:
-    """The real client on the real command line. Raises RuntimeError unless every row is stored."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "extractor", "run", prompts, "--out", out, "--server", server.url,
-         "--tokenizer", "none", "--dump-dir", dump_root, "--json", *arguments],
-        stdout=subprocess.PIPE, check=False,
+    """The real client on the real command line. Raises Failed unless every row is stored."""
+    output, status = await run_client(
+        "run", prompts, "--out", out, "--server", server.url,
+        "--tokenizer", "none", "--dump-dir", dump_root, "--json", *arguments,
     )  # fmt: skip
-    if ran.returncode:
-        raise RuntimeError(f"extractor run ended with {ran.returncode}: {ran.stdout!r}")
-    session = json.loads(ran.stdout)["session"]
+    session = session_of(output, status)
     return Extraction(
         tokens=session["tokens"],
         seconds=session["seconds"],
         stored_bytes=sum(path.stat().st_size for path in (out / "shards").iterdir()),
     )
+
+
+async def run_client(*arguments: str | Path) -> tuple[bytes, int]:
+    """`extractor ARGUMENTS`: what it prints, and its exit status. Cancelled, it ends it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "extractor", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        status = await process.wait()
+    return output, status
 
 
 class ClientSink:
@@ -150,12 +164,12 @@ class ClientSink:
         self._dump_root = dump_root
         self._arguments = tuple(arguments)
 
-    def store(self, prompts: Sequence[Prompt]) -> Extraction:
+    async def store(self, prompts: Sequence[Prompt]) -> Extraction:
         """Run the client on `prompts`, and remove what it stored."""
         with tempfile.TemporaryDirectory(dir=self._directory) as work:
             path = Path(work) / "prompts.jsonl"
             write_prompts(path, prompts)
-            return extract(
+            return await extract(
                 self._server, path, Path(work) / "out", self._dump_root, arguments=self._arguments
             )
 

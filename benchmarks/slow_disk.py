@@ -12,11 +12,9 @@ under the dump root are measured from outside, 20 times a second; what is in fli
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.load import random_prompts
+from benchmarks.command import (
+    child,
+    command_parser,
+    directory,
+    number_from,
+    run_command,
+    session_of,
+)
+from benchmarks.load import random_prompts, serving_ranks
 from benchmarks.sinks import write_prompts
 from extractor.live import read_live
 
@@ -104,25 +110,20 @@ def run(
     options: argparse.Namespace, prompts: Path, out: Path, *, rate_bytes_per_s: float = 1e15
 ) -> tuple[dict[str, Any], Seen]:
     """One `extractor run`; its session, and what was seen of it."""
-    process = subprocess.Popen(
+    seen = Seen()
+    with child(
         [
             sys.executable, "-m", "benchmarks.slow_disk", "--as-client", str(rate_bytes_per_s),
             "run", str(prompts), "--out", str(out), "--server", options.server, "--tokenizer",
             "none", "--dump-dir", str(options.dump_dir), "--shm-budget", options.budget, "--json",
             "--concurrency", str(options.concurrency),
-        ],
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
-    seen = Seen()
-    while process.poll() is None:
-        seen.look(options.dump_dir, out)
-        time.sleep(LOOK_S)
-    assert process.stdout is not None
-    output = process.stdout.read()
-    if process.returncode:
-        raise RuntimeError(f"extractor run ended with {process.returncode}: {output!r}")
-    session: dict[str, Any] = json.loads(output)["session"]
-    return session, seen
+        ]
+    ) as process:  # fmt: skip
+        while process.poll() is None:
+            seen.look(options.dump_dir, out)
+            time.sleep(LOOK_S)
+        assert process.stdout is not None
+        return session_of(process.stdout.read(), process.returncode), seen
 
 
 def show(name: str, session: dict[str, Any], seen: Seen) -> None:
@@ -145,15 +146,14 @@ def main() -> None:
     if sys.argv[1:2] == ["--as-client"]:
         client(float(sys.argv[2]), sys.argv[3:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--server", required=True)
-    parser.add_argument("--dump-dir", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="a directory on a disk")
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--vocab-size", type=int, default=1000)
-    parser.add_argument("--budget", default="8M")
-    parser.add_argument("--concurrency", type=int, default=64)
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument("--server", required=True, help="URL of a server with the plugin")
+    parser.add_argument("--dump-dir", type=Path, required=True, help="where it dumps")
+    parser.add_argument("--out", type=directory, required=True, help="a directory on a disk")
+    parser.add_argument("--prompts", type=number_from(1), default=200, help="in each run")
+    parser.add_argument("--prompt-tokens", type=number_from(1), default=128, help="of each")
+    parser.add_argument("--budget", default="8M", help="of /dev/shm, as of `--shm-budget`")
+    parser.add_argument("--concurrency", type=number_from(1), default=64, help="requests at once")
     parser.add_argument("--share", type=float, default=0.3, help="of the first run's speed")
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="slow-disk-", dir=options.out))
@@ -164,7 +164,7 @@ def main() -> None:
             random_prompts(
                 options.prompts,
                 num_tokens=options.prompt_tokens,
-                vocab_size=options.vocab_size,
+                vocab_size=serving_ranks(options.dump_dir)[0].ready.vocab_size,
                 generator=np.random.default_rng(0),
             ),
         )
@@ -179,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -10,18 +10,20 @@ Prints one line of JSON per figure:
 - rewrite:       the same into files that exist already, whose pages are reused
 - register:      device memory copied straight into the pages of a new file, which are registered
                  with the device before and released after, GB/s
+
 Without a GPU only `write` and `rewrite` are measured. torch is imported where it is used: the
 writer processes do without.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import multiprocessing
 import os
+import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -29,11 +31,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.command import Failed, command_parser, number_from, run_command
+
 if TYPE_CHECKING:
     import torch
 
 FILE_BYTES = 32 << 20  # a prompt of 2,048 tokens, four states of 2,048 bfloat16 each
 REPEATS = 5
+PATIENCE_S = 60.0  # for processes that start, or write their files
 
 
 def show(name: str, **figures: object) -> None:
@@ -56,6 +61,7 @@ def _write_files(
     directory: str, number: int, num_files: int, reuse: bool, barrier: Any, rounds: int
 ) -> None:
     """One writer process: `num_files` files a round from one source, as the plugin's do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches us too; our parent stops us
     source = memoryview(mmap.mmap(-1, FILE_BYTES))
     source[:] = b"\1" * FILE_BYTES
     paths = [Path(directory) / f"{number}-{index}" for index in range(num_files)]
@@ -91,16 +97,22 @@ def measure_writes(total_bytes: int) -> None:
                     )
                     for number in range(num_writers)
                 ]
-                for writer in writers:
-                    writer.start()
-                seconds = []
-                for _ in range(REPEATS):
-                    barrier.wait()
-                    begun = time.perf_counter()
-                    barrier.wait()
-                    seconds.append(time.perf_counter() - begun)
-                for writer in writers:
-                    writer.join()
+                try:
+                    for writer in writers:
+                        writer.start()
+                    seconds = []
+                    for _ in range(REPEATS):
+                        barrier.wait(PATIENCE_S)
+                        begun = time.perf_counter()
+                        barrier.wait(PATIENCE_S)
+                        seconds.append(time.perf_counter() - begun)
+                except threading.BrokenBarrierError:
+                    raise Failed("a writer ended early: see what it says above") from None
+                finally:
+                    for writer in writers:
+                        if writer.pid is not None:
+                            writer.terminate()
+                            writer.join()
             written = num_writers * num_files * FILE_BYTES
             show(
                 "rewrite" if reuse else "write",
@@ -117,7 +129,7 @@ def _register(memory: torch.Tensor) -> None:
 
     error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
-        raise RuntimeError(f"cudaHostRegister: error {int(error)}")
+        raise Failed(f"cudaHostRegister: error {int(error)}")
 
 
 def _unregister(memory: torch.Tensor) -> None:
@@ -226,15 +238,17 @@ def _measure_registering(source: torch.Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--bytes", type=int, default=256 << 20, help="of one forward")
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument("--bytes", type=number_from(1), default=256 << 20, help="of one forward")
     options = parser.parse_args()
     import torch
 
     if torch.cuda.is_available():
         measure_copies(options.bytes)
+    else:
+        print("no GPU here: only `write` and `rewrite` are measured", file=sys.stderr)
     measure_writes(options.bytes)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -12,7 +12,6 @@ tiny rows. Printed per forward, in milliseconds:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command import command_parser, number_from, run_command
 from benchmarks.sinks import NullSink
 from server_patch.engine import Batch
 from server_patch.layout import Layout
@@ -139,10 +139,14 @@ def measure(requests: int, *, forwards: int, num_writers: int) -> dict[str, floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--requests", type=int, nargs="+", default=[16, 64], help="in a forward")
-    parser.add_argument("--forwards", type=int, default=200)
-    parser.add_argument("--writers", type=int, default=1)
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument(
+        "--requests", type=number_from(1), nargs="+", default=[16, 64], help="in a forward"
+    )
+    parser.add_argument("--forwards", type=number_from(20), default=200, help="in all, in twenties")
+    parser.add_argument(
+        "--writers", type=number_from(1), default=1, help="processes that write dumps"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     for requests in options.requests:
@@ -156,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

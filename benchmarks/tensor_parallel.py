@@ -1,6 +1,6 @@
 """Tensor parallel on real GPUs: one dump per piece, equal values, equal speed, no hang.
 
-    python benchmarks/tensor_parallel.py --model DIR [--dp-attention] -- --attention-backend triton
+    python -m benchmarks.tensor_parallel --model DIR [--dp-attention] -- --attention-backend triton
 
 Starts at once: a plain server on all GPUs, one with the plugin on all GPUs, one with the plugin on
 one GPU, and with `--dp-attention` one more whose GPUs each serve their own requests. DIR has real
@@ -14,8 +14,6 @@ import asyncio
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -26,10 +24,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.command import Failed, command_parser, directory, number_from, run_command
 from benchmarks.engines import Engine, EngineSpec, engines, free_ports
 from benchmarks.load import prefill_s, random_prompts
 from benchmarks.prefill_overhead import Plan, measure, show
-from benchmarks.sinks import extract, write_prompts
+from benchmarks.sinks import extract, run_client, write_prompts
 from extractor.collect import DumpFile, DumpWatcher
 from extractor.shard_format import decode_shard_header
 from manifest.correlate import Piece, Tiling, tile
@@ -77,12 +76,12 @@ async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
     }
 
 
-def extract_and_verify(server: Engine, prompts: Path, out: Path, dump_root: Path) -> None:
-    """The real client, and its proof of the result."""
-    extract(server, prompts, out, dump_root)
-    subprocess.run(
-        [sys.executable, "-m", "extractor", "verify", out], stdout=subprocess.PIPE, check=True
-    )
+async def extract_and_verify(server: Engine, prompts: Path, out: Path, dump_root: Path) -> None:
+    """The real client, and its proof of the result. Raises Failed where that finds anything."""
+    await extract(server, prompts, out, dump_root)
+    findings, status = await run_client("verify", out)
+    if status:
+        raise Failed(f"{server.name}: `extractor verify` says:\n{findings.decode()}")
 
 
 def compare(first: Path, second: Path) -> dict[str, Any]:
@@ -215,10 +214,10 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 report[f"dumps_{name}"] = await check_dumps(server, seed=2)
                 _print(f"dumps_{name}", report[f"dumps_{name}"])
                 outs[name] = work / f"out-{name}"
-                extract_and_verify(server, work / "prompts.jsonl", outs[name], work / "dumps")
+                await extract_and_verify(server, work / "prompts.jsonl", outs[name], work / "dumps")
             if options.values:
                 outs["again"] = work / "out-again"
-                extract_and_verify(
+                await extract_and_verify(
                     running["single"], work / "prompts.jsonl", outs["again"], work / "dumps"
                 )
             for name, out in outs.items():
@@ -255,26 +254,30 @@ def _print(name: str, value: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--dp-attention", action="store_true")
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument("--model", type=directory, required=True, help="a model folder")
+    parser.add_argument("--tp", type=number_from(1), default=2, help="GPUs of a server")
+    parser.add_argument("--dp-attention", action="store_true", help="measure it too")
     parser.add_argument(
         "--no-values",
         dest="values",
         action="store_false",
         help="leave out the server on one GPU, whose states the others' are compared with",
     )
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[2048])
-    parser.add_argument("--tokens-per-round", type=int, default=500_000)
-    parser.add_argument("--max-requests", type=int, default=2000, help="in one round")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/tensor-parallel"))
+    parser.add_argument(
+        "--prompt-tokens", type=number_from(1), nargs="+", default=[2048], help="of each prompt"
+    )
+    parser.add_argument("--tokens-per-round", type=number_from(1), default=500_000, help="at most")
+    parser.add_argument("--max-requests", type=number_from(1), default=2000, help="in one round")
+    parser.add_argument("--rounds", type=number_from(1), default=6, help="of each server")
+    parser.add_argument("--concurrency", type=number_from(1), default=64, help="requests at once")
+    parser.add_argument(
+        "--logs", type=Path, default=Path("/tmp/tensor-parallel"), help="of the servers"
+    )
     parser.add_argument("--json", type=Path, help="where the report goes too")
     parser.add_argument("arguments", nargs="*", help="SGLang arguments, after --")
     asyncio.run(run(parser.parse_args()))
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

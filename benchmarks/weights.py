@@ -9,9 +9,10 @@ too small for that.)
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
+
+from benchmarks.command import command_parser, directory, run_command
 
 
 def make_weights(config: Path, target: Path, *, seed: int = 0) -> None:
@@ -40,12 +41,12 @@ def make_weights(config: Path, target: Path, *, seed: int = 0) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("config", type=Path, help="a folder with a config.json")
+    parser = command_parser(__doc__, __file__)
+    parser.add_argument("config", type=directory, help="a folder with a config.json")
     parser.add_argument("target", type=Path, help="where the model folder is made")
     options = parser.parse_args()
     make_weights(options.config, options.target)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)
