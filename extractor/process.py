@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 
 STOP_PATIENCE_S = 15.0
+NOTE_INTERVAL_S = 0.2  # between looks at what a server that ends has in /dev/shm
 LEFT_IN_SHARED_MEMORY = ("sglang_loads_*", "sem.mp-*", "sgl_shm_mq_*")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -65,6 +67,14 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
+    async def _ended(self) -> None:
+        """Wait for the root. A tree that was still starting may yet make what it will leave."""
+        while self._process.returncode is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NOTE_INTERVAL_S):
+                    await self._process.wait()
+            self.note_shared_memory()
+
     async def stop(self) -> None:
         """End the whole tree: politely, then by force; and remove what it leaves in /dev/shm.
 
@@ -76,8 +86,11 @@ class ServerProcess:
             self._process.terminate()
         with suppress(TimeoutError):
             async with asyncio.timeout(STOP_PATIENCE_S):
-                await self._process.wait()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, children, STOP_PATIENCE_S)
+                await self._ended()
+        alive, until = children, time.monotonic() + STOP_PATIENCE_S
+        while alive and time.monotonic() < until:
+            self._inodes |= shared_memory_inodes([child.pid for child in alive])
+            _, alive = await asyncio.to_thread(psutil.wait_procs, alive, NOTE_INTERVAL_S)
         for child in alive:
             with suppress(psutil.NoSuchProcess):
                 child.kill()

@@ -1,0 +1,49 @@
+"""A server process of our own, ended with what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from extractor import process
+from extractor.process import started
+
+# The root dies of SIGTERM at once. Its child, which was still starting, then makes and maps what
+# SGLang never removes, and has to be killed.
+LATE = """
+import mmap, os, signal, subprocess, sys, time
+
+if len(sys.argv) == 2:
+    subprocess.Popen([sys.executable, __file__, sys.argv[1], "child"])
+    print("up", flush=True)
+    signal.pause()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("child up", flush=True)
+parent = os.getppid()
+while os.getppid() == parent:
+    time.sleep(0.01)
+with open(sys.argv[1], "wb+") as file:
+    file.truncate(4096)
+    kept = mmap.mmap(file.fileno(), 4096)
+print("made", flush=True)
+time.sleep(1000)
+"""
+
+
+async def test_what_a_starting_server_makes_while_it_is_stopped_is_removed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "STOP_PATIENCE_S", 3.0)
+    script, log = tmp_path / "server.py", tmp_path / "log"
+    script.write_text(LATE)
+    left = Path("/dev/shm", f"sglang_loads_{tmp_path.parent.name}_{tmp_path.name}.shm")
+    command = [sys.executable, str(script), str(left)]
+    async with started(command, environment={}, log_path=log) as server:
+        async with asyncio.timeout(30):
+            while "child up" not in server.log_text():  # noqa: ASYNC110 - another process writes it
+                await asyncio.sleep(0.01)
+    assert "made" in log.read_text()
+    assert not left.exists()
