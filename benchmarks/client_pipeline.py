@@ -81,7 +81,11 @@ class MemoryWatch(threading.Thread):
     def run(self) -> None:
         due = FIRST_RSS_SAMPLES
         while not self._ended.wait(LOOK_INTERVAL_S):
-            memory = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB", self._status.read_text(), re.M))
+            try:
+                status = self._status.read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                return  # it has ended and was waited for
+            memory = dict(re.findall(r"^(VmHWM|VmRSS):\s+(\d+) kB", status, re.M))
             if not memory:
                 return  # it has ended
             self.peak_rss_bytes = 1024 * int(memory["VmHWM"])

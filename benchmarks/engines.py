@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import secrets
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -81,30 +82,34 @@ async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engi
     command = options.command(sys.executable, engine_version=importlib.metadata.version("sglang"))
     log_directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    async with (
-        started(
-            command, environment=environment, log_path=log_directory / f"{spec.name}.log"
-        ) as process,
-        Client(options.url, concurrency=1, request_timeout_s=60.0) as client,
-    ):
-        ranks: tuple[Rank, ...] = ()
-        while True:
-            tail = process.log_text(tail_bytes=6000)
-            if process.exit_status is not None:
-                raise Failed(f"{spec.name} ended with {process.exit_status}:\n{tail}")
-            if time.monotonic() - begun > START_TIMEOUT_S:
-                raise Failed(f"{spec.name} not up in {START_TIMEOUT_S:.0f} s:\n{tail}")
-            if await client.is_healthy():
-                writers = scan_writers(root)
-                ranks = tuple(r for r in writers.alive if r.ready.boot_id.startswith(boot_id))
-                if any(failed.directory.parent.name == boot_id for failed in writers.failed):
-                    raise Failed(f"{spec.name}: {writers.failed}")
-                if spec.dump_root is None or (ranks and len(ranks) == ranks[0].ready.dp_size):
-                    break
-            await asyncio.sleep(1.0)
-        start_s = time.monotonic() - begun
-        print(f"# {spec.name} up after {start_s:.0f} s", flush=True)
-        yield Engine(name=spec.name, url=options.url, process=process, ranks=ranks, start_s=start_s)
+    with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as scratch:
+        environment["TMPDIR"] = scratch  # it leaves its sockets there
+        async with (
+            started(
+                command, environment=environment, log_path=log_directory / f"{spec.name}.log"
+            ) as process,
+            Client(options.url, concurrency=1, request_timeout_s=60.0) as client,
+        ):
+            ranks: tuple[Rank, ...] = ()
+            while True:
+                tail = process.log_text(tail_bytes=6000)
+                if process.exit_status is not None:
+                    raise Failed(f"{spec.name} ended with {process.exit_status}:\n{tail}")
+                if time.monotonic() - begun > START_TIMEOUT_S:
+                    raise Failed(f"{spec.name} not up in {START_TIMEOUT_S:.0f} s:\n{tail}")
+                if await client.is_healthy():
+                    writers = scan_writers(root)
+                    ranks = tuple(r for r in writers.alive if r.ready.boot_id.startswith(boot_id))
+                    if any(failed.directory.parent.name == boot_id for failed in writers.failed):
+                        raise Failed(f"{spec.name}: {writers.failed}")
+                    if spec.dump_root is None or (ranks and len(ranks) == ranks[0].ready.dp_size):
+                        break
+                await asyncio.sleep(1.0)
+            start_s = time.monotonic() - begun
+            print(f"# {spec.name} up after {start_s:.0f} s", flush=True)
+            yield Engine(
+                name=spec.name, url=options.url, process=process, ranks=ranks, start_s=start_s
+            )
 
 
 @asynccontextmanager

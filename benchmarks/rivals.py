@@ -30,7 +30,7 @@ async def json_route(
 ) -> dict[str, Any]:
     """Ask for the states of the last layer (the route gives no others) and parse them.
 
-    Raises Failed when an answer does not hold one row per token.
+    Raises Failed when a request fails, or an answer does not hold one row per token.
     """
     prompts = random_prompts(
         count + 1,
@@ -49,15 +49,25 @@ async def json_route(
                 "sampling_params": {"max_new_tokens": 1, "temperature": 0},
                 "return_hidden_states": True,
             }
-            async with slots, session.post(f"{url}/generate", json=body) as response:
-                data = await response.read()
+            try:
+                async with slots, session.post(f"{url}/generate", json=body) as response:
+                    data = await response.read()
+            except aiohttp.ClientError as error:
+                raise Failed(f"{url}: {error}") from error
+            if response.status != 200:
+                raise Failed(
+                    f"{url}: HTTP {response.status}: {data[:200].decode(errors='replace')}"
+                )
             num_bytes += len(data)
             states = orjson.loads(data)["meta_info"]["hidden_states"]
             rows = len(states[0]) if isinstance(states[0][0], list) else len(states)
             if rows < prompt_tokens:
-                raise Failed(f"{rows} rows came for {prompt_tokens} tokens")
+                raise Failed(
+                    f"{rows} rows came for {prompt_tokens} tokens: the route gives those of the "
+                    "last chunk alone, so the server's --chunked-prefill-size must be larger"
+                )
 
-        await ask(prompts[0].input_ids[:16].tolist() * (prompt_tokens // 16))  # warm-up
+        await ask(prompts[0].input_ids.tolist())  # warm-up
         num_bytes = 0
         begun = time.perf_counter()
         await asyncio.gather(*(ask(prompt.input_ids.tolist()) for prompt in prompts[1:]))

@@ -24,7 +24,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.command import Failed, command_parser, directory, number_from, run_command
+from benchmarks.command import Failed, command_parser, number_from, run_command
 from benchmarks.engines import Engine, EngineSpec, engines, free_ports
 from benchmarks.load import prefill_s, random_prompts
 from benchmarks.prefill_overhead import Plan, measure, show
@@ -255,7 +255,7 @@ def _print(name: str, value: object) -> None:
 
 def main() -> None:
     parser = command_parser(__doc__, __file__)
-    parser.add_argument("--model", type=directory, required=True, help="a model folder")
+    parser.add_argument("--model", required=True, help="a model folder")
     parser.add_argument("--tp", type=number_from(1), default=2, help="GPUs of a server")
     parser.add_argument("--dp-attention", action="store_true", help="measure it too")
     parser.add_argument(
