@@ -145,8 +145,10 @@ def test_a_torn_file_is_nobody(tmp_path: Path, content: str) -> None:
 def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
     file = LiveFile(tmp_path / "gone")
     file.update(some_counters())
+    assert file._writing is not None  # it is tried
     written(file)
     file.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- the watcher ----------------------------------------------------------------------------------
@@ -364,11 +366,11 @@ def test_a_scrape_shows_the_counters_of_the_moment() -> None:
         ("http://a:1", 1, 3, 8, 6),
         ("http://b:2", 0, 0, 0, 4),
     ):
-        server = frozenset({("server", url)})
-        assert values["extractor_server_up", server] == up
-        assert values["extractor_server_requests_in_flight", server] == in_flight
-        assert values["extractor_server_requests_limit", server] == limit
-        assert values["extractor_server_prompts_total", server] == prompts
+        of_server = frozenset({("server", url)})
+        assert values["extractor_server_up", of_server] == up
+        assert values["extractor_server_requests_in_flight", of_server] == in_flight
+        assert values["extractor_server_requests_limit", of_server] == limit
+        assert values["extractor_server_prompts_total", of_server] == prompts
     assert values["extractor_budget_used_bytes", none] == 100
     assert values["extractor_queue_length", frozenset({("queue", "mover")})] == 5
     name = "extractor_stage_duration_seconds"

@@ -97,7 +97,9 @@ async def test_what_nobody_waits_for_is_written_by_itself_soon(
     gate = Gate(monkeypatch)
     owner.post(planned(0))
     await gate.reached()
+    assert gate.batches == [1]
     gate.open()
+    assert len(await owner.call(lambda store: list(store.rows()))) == 1
 
 
 async def test_many_posted_changes_do_not_wait(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from aiohttp import web
 from helpers import (
     LAYOUT,
     Notes,
@@ -553,7 +554,7 @@ async def test_refusals_lower_the_number_of_requests_in_flight(
     class Narrow(FakeServer):
         """Refuses what exceeds two requests at a time."""
 
-        async def _generate(self, request):  # type: ignore[no-untyped-def]
+        async def _generate(self, request: web.Request) -> web.StreamResponse:
             in_flight.append(self._concurrency)
             return await super()._generate(request)
 
@@ -783,7 +784,7 @@ async def test_samples_whose_bytes_are_gone_are_extracted_again(
 
 
 async def test_dumps_that_a_dead_session_left_are_removed_by_the_next(
-    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
     prompts = make_prompts(4)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
@@ -792,6 +793,7 @@ async def test_dumps_that_a_dead_session_left_are_removed_by_the_next(
         await run(options, notes)
         rid = server.requests[-1]
         server.dump(rid, np.arange(5, dtype=np.int32))
+        assert dumps_under(dump_root) != []
         await run(options, notes)
     assert dumps_under(dump_root) == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -172,7 +173,11 @@ def test_a_damaged_file_is_an_error_and_never_a_shorter_one(
 
 
 def test_case_83_a_column_that_is_null_first_and_text_later_is_no_trouble(tmp_path: Path) -> None:
-    rows = [{"text": "a", "note": None}, {"text": "b", "note": "x"}, {"text": "c", "note": [1]}]
+    rows: list[dict[str, Any]] = [
+        {"text": "a", "note": None},
+        {"text": "b", "note": "x"},
+        {"text": "c", "note": [1]},
+    ]
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_jsonl(rows))
     assert documents(path) == rows
@@ -268,8 +273,18 @@ def test_the_digest_is_that_of_the_bytes_on_the_disk(tmp_path: Path) -> None:
         path.write_bytes(gzip.compress(form(ROWS)))
         (file,) = scan_inputs([path])
         assert file.digest == xxhash.xxh3_128_hexdigest(path.read_bytes())
+
+
+@pytest.mark.parametrize("pack", [plain, gzip.compress, zstandard.compress])
+def test_opening_a_file_reads_no_more_than_its_beginning(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    chance = random.Random(0)
+    path = tmp_path / "a"
+    path.write_bytes(pack(as_jsonl([{"text": chance.randbytes(4096).hex()} for _ in range(1200)])))
+    assert path.stat().st_size > 4 * compression.CHUNK_BYTES
     with open_container(str(path)) as (_, digesting):
-        assert digesting.size_bytes <= 2 * compression.CHUNK_BYTES
+        assert 0 < digesting.size_bytes <= 2 * compression.CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
