@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import random
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
+import safetensors
 import xxhash
 
 from extractor.audit import audit
@@ -124,6 +125,18 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
         ).reshape(entry["shape"])
         for name, entry in header.items()
     }
+
+
+class LibraryTensor(TypedDict):
+    """A tensor as the safetensors library gives it."""
+
+    dtype: str
+    shape: list[int]
+    data: bytearray
+
+
+#: The library's own reader, which comes without annotations: the bytes of a file -> its tensors.
+deserialize: Callable[[bytes], list[tuple[str, LibraryTensor]]] = safetensors.deserialize
 
 
 def read_samples(out: Path) -> dict[int, Sample]:

@@ -3,6 +3,7 @@ control tokens. Written for these tests; each says which trait of the original i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Final
 
@@ -290,22 +291,33 @@ _BOS_EOS: Final = {
 }
 
 
-@cache
-def _backend() -> Tokenizer:
-    """A byte-level BPE with a few hundred merges, so that tokens span several characters."""
+#: The library's class, which comes without annotations.
+_BpeTrainer: Callable[..., trainers.Trainer] = trainers.BpeTrainer
+
+
+def byte_level_bpe(
+    text: str, special: Iterable[str], *, vocab_size: int, trim_offsets: bool = True
+) -> Tokenizer:
+    """A byte-level BPE with a few hundred merges, learnt from `text`, so that tokens span several
+    characters."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=440,
+    backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    trainer = _BpeTrainer(
+        vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    text = "assistant system user tool think hello there, what is the weather? fine  thanks\n\n\n"
     backend.train_from_iterator([text] * 4, trainer)
-    backend.add_special_tokens([AddedToken(token, special=True) for token in CONTROL_TOKENS])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
     return backend
+
+
+@cache
+def _backend() -> Tokenizer:
+    text = "assistant system user tool think hello there, what is the weather? fine  thanks\n\n\n"
+    return byte_level_bpe(text, CONTROL_TOKENS, vocab_size=440)
 
 
 def tokenizer_for(template: str) -> PreTrainedTokenizerFast:

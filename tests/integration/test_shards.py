@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import safetensors
 import xxhash
-from helpers import LAYOUT, Ids, make_header, make_identity, make_prompts, prompt_of
+from helpers import (
+    LAYOUT,
+    Ids,
+    deserialize,
+    make_header,
+    make_identity,
+    make_prompts,
+    prompt_of,
+)
 
 from extractor.append_file import ALIGNMENT
 from extractor.collect import DumpFile, DumpPiece
@@ -105,7 +113,7 @@ def test_the_safetensors_library_gives_back_every_value(
     writer.close()
     path = settings.directory / "shard-000003.safetensors"
     assert path.stat().st_mode & 0o777 == 0o640
-    content = dict(safetensors.deserialize(path.read_bytes()))
+    content = dict(deserialize(path.read_bytes()))
     assert len(content) == 5 * (len(layout.state_names) + 2)
     for ordinal, row in enumerate(prompts):
         states = fake_states(np.array(row.ids, dtype=np.int32), layout)
@@ -199,7 +207,7 @@ def test_a_shard_goes_on_behind_its_durable_samples(settings: ShardSettings, dum
     again.close()
     path = settings.directory / shard.name
     assert path.stat().st_size == stored.offset + stored.size_bytes
-    names = {name for name, _ in safetensors.deserialize(path.read_bytes())}
+    names = {name for name, _ in deserialize(path.read_bytes())}
     assert {name.partition(".")[0] for name in names} == {"00000000", "00000002"}
 
 

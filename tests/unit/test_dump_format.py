@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
-from helpers import make_header, make_ready
+from helpers import deserialize, make_header, make_ready
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,7 +113,7 @@ def test_the_safetensors_library_reads_a_dump(tmp_path: Path) -> None:
     path = tmp_path / dump_name(7)
     path.write_bytes(encode_header(header) + bytes(range(204)))
     assert data_bytes(header) == 204
-    content = dict(safetensors.deserialize(path.read_bytes()))
+    content = dict(deserialize(path.read_bytes()))
     assert {name: entry["shape"] for name, entry in content.items()} == {
         "aux": [3, 24], "last": [3, 8], "input_ids": [3],
     }  # fmt: skip

@@ -9,7 +9,8 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from templates import byte_level_bpe
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from prompts.inputs import RawRow
@@ -88,24 +89,10 @@ SPECIAL = (
 )
 
 
-def make_backend(*, trim_offsets: bool = True) -> Tokenizer:
-    """A byte-level BPE with a few hundred merges, so that tokens span several characters."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    text = "assistant system user think hello there, how are you? fine  thanks\n\n\n\nUSER: "
-    backend.train_from_iterator([text] * 4, trainer)
-    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    return backend
-
-
-BACKENDS = {trim: make_backend(trim_offsets=trim) for trim in (True, False)}
+TEXT = "assistant system user think hello there, how are you? fine  thanks\n\n\n\nUSER: "
+BACKENDS = {
+    trim: byte_level_bpe(TEXT, SPECIAL, vocab_size=400, trim_offsets=trim) for trim in (True, False)
+}
 
 
 def make_tokenizer(template: str, *, trim_offsets: bool = True) -> PreTrainedTokenizerFast:
