@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +161,7 @@ class FakeServer:
         self.url = ""
 
     @asynccontextmanager
-    async def running(self, *, port: int = 0) -> AsyncIterator[FakeServer]:
+    async def running(self, *, port: int = 0) -> AsyncIterator[Self]:
         """Serve on 127.0.0.1; `url` is set inside the block."""
         app = web.Application(client_max_size=1 << 30)
         app.add_routes(

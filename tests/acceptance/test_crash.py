@@ -57,6 +57,10 @@ def slow_fake(dump_root: Path) -> Iterator[Fake]:
         yield server
 
 
+def has_stored(out: Path, num_rows: int) -> Callable[[], bool]:
+    return lambda: stored(out) >= num_rows
+
+
 def moments(server: Fake, out: Path, seed: int) -> list[tuple[str, Callable[[], bool]]]:
     """Ten moments of a run, in the order in which they come."""
     chance = random.Random(seed)
@@ -65,10 +69,7 @@ def moments(server: Fake, out: Path, seed: int) -> list[tuple[str, Callable[[], 
         ("the manifest appears", lambda: (out / MANIFEST_NAME).exists()),
         ("the first dump appears", lambda: bool(dumps_under(server.root))),
     ]
-    found += [
-        (f"{row} rows are stored", lambda row=row: stored(out) >= row)  # type: ignore[misc]
-        for row in rows
-    ]
+    found += [(f"{row} rows are stored", has_stored(out, row)) for row in rows]
     found.append(("a shard is sealed", lambda: files(out / "shards", "shard-*") > 0))
     return found
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from acceptance.tool import Fake, fake_server
+from aiohttp import web
 from helpers import (
     LAYOUT,
     Ids,
@@ -116,7 +117,7 @@ class Waiting(FakeServer):
         self._after, self._until = after, until
         self.has_begun_to_wait = asyncio.Event()
 
-    async def _generate(self, request):  # type: ignore[no-untyped-def]
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         if len(self.requests) >= self._after:
             self.has_begun_to_wait.set()
             while not self._until():  # noqa: ASYNC110
@@ -342,16 +343,16 @@ async def test_a_server_that_does_not_answer_at_the_start_is_used_when_it_does(
     late = FakeServer(dump_root)
     steady = Waiting(dump_root, after=20, until=lambda: len(ordinals_sent(late.requests)) > 10)
     async with steady.running():
-        urls = [steady, f"http://127.0.0.1:{port}"]
-        options = options_of(urls, dump_root, path, tmp_path / "out")
+        url = f"http://127.0.0.1:{port}"
+        options = options_of([steady, url], dump_root, path, tmp_path / "out")
         running = asyncio.create_task(run(options, notes))
         await steady.has_begun_to_wait.wait()
         async with late.running(port=port):
             await running
-    assert any(f"no server answers at {urls[1]}: the run begins" in note for note in notes.messages)
+    assert any(f"no server answers at {url}: the run begins" in note for note in notes.messages)
     assert notes.of_servers == [
-        ("server_lost", "warning", urls[1]),
-        ("server_back", "info", urls[1]),
+        ("server_lost", "warning", url),
+        ("server_back", "info", url),
     ]
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
@@ -375,7 +376,10 @@ async def test_a_server_that_serves_nothing_any_more_costs_no_row(
         return Fault.BUSY if number > 11 else None
 
     full = FakeServer(dump_root, faults=busy)
-    has_left = lambda: any("The run goes on with" in note for note in notes.messages)  # noqa: E731
+
+    def has_left() -> bool:
+        return any("The run goes on with" in note for note in notes.messages)
+
     steady = Waiting(dump_root, after=30, until=has_left)
     async with full.running(), steady.running():
         options = options_of([full, steady], dump_root, path, tmp_path / "out", max_attempts=1)

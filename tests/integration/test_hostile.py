@@ -120,13 +120,13 @@ class LockedServer(FakeServer):
         super().__init__(root)
         self.given: set[str | None] = set()
 
-    async def _generate(self, request):  # type: ignore[no-untyped-def]
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.given.add(request.headers.get("Authorization"))
         return await super()._generate(request)
 
 
 class RefusingServer(FakeServer):
-    async def _model_info(self, request):  # type: ignore[no-untyped-def]
+    async def _model_info(self, request: web.Request) -> web.Response:
         return web.Response(status=401)
 
 

@@ -24,8 +24,10 @@ from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
 from extractor.run import run
 from extractor.testing import FakeServer
 from manifest.states import Reason, State
+from prompts.inputs import RawRow
 from prompts.options import ReadingOptions, Thinking
 from prompts.render import Renderer
+from prompts.types import BadRow, Prompt
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -121,7 +123,7 @@ async def test_a_run_that_goes_on_tokenises_only_what_is_not_done(
     tokenised: list[int] = []
     original = Renderer.prompt_from
 
-    def watch(renderer: Renderer, row):  # type: ignore[no-untyped-def]
+    def watch(renderer: Renderer, row: RawRow) -> Prompt | BadRow:
         tokenised.append(row.ordinal)
         return original(renderer, row)
 

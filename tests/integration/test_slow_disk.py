@@ -95,6 +95,10 @@ class Measuring(FakeServer):
         return ordinals_sent(self.requests)
 
 
+def has_sent(server: Measuring, goal: int) -> Callable[[], bool]:
+    return lambda: len(server.sent()) >= goal
+
+
 async def until(condition: Callable[[], bool], what: str) -> None:
     """Neither the server nor the run tells when something has come."""
     give_up = time.monotonic() + PATIENCE_S
@@ -136,10 +140,7 @@ async def test_requests_follow_the_disk_and_dumps_stay_within_the_budget(
             # server has the other half to fill while the disk is at work: neither waits for the
             # other in turn.
             goal = min(num_prompts, num_copied + fits - fits // 2)
-            await until(
-                lambda goal=goal: len(server.sent()) >= goal,  # type: ignore[misc]
-                f"{goal} prompts are sent with {num_copied} copied",
-            )
+            await until(has_sent(server, goal), f"{goal} prompts are sent with {num_copied} copied")
             assert len(server.sent()) <= num_copied + fits
             assert server.lying_bytes() <= budget
             await gate.let_one_through()

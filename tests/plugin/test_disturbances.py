@@ -125,6 +125,20 @@ def rows_of_rid(server: Serving, rid: str) -> int:
     return sum(dump.header.rows for _, dump in server.dumps() if dump.header.rid == rid)
 
 
+def wait_for_rows(server: Serving, rid: str, count: int) -> None:
+    wait_for(lambda: rows_of_rid(server, rid) >= count)
+
+
+def arrives(server: Serving, rid: str, count: int) -> bool:
+    """Waits for either outcome: `count` rows of `rid` came, or an error record."""
+
+    def is_told() -> bool:
+        return rows_of_rid(server, rid) == count or any(r.rid == rid for r in server.errors())
+
+    wait_for(is_told)
+    return rows_of_rid(server, rid) == count
+
+
 def clear(server: Serving) -> None:
     """Remove all dumps and error records."""
     for path, _ in server.dumps():
@@ -182,9 +196,9 @@ def test_rows_stay_right_while_others_are_retracted(server: Serving, reference: 
     for rid, ids in ours.items():
         assert_is(server.take_sample(rid, len(ids)), ids, BOUNDARIES, reference.states(ids))
     for rid, ids in decoding.items():
-        wait_for(lambda rid=rid, ids=ids: rows_of_rid(server, rid) >= len(ids))
+        wait_for_rows(server, rid, len(ids))
         truth = reference.states(ids)
-        covered = set()
+        covered: set[int] = set()
         for _, dump in server.dumps():
             if dump.header.rid == rid:
                 rows = range(dump.header.start, dump.header.start + dump.header.rows)
@@ -385,7 +399,7 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
     prompts = make_prompts(1, seed=70, shortest=LONG, longest=LONG, vocabulary=500)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     generate = Client.generate
-    given_up = []
+    given_up: list[str] = []
 
     async def impatient(self: Client, request: Request) -> ReplyFacts | Failure:
         if request.prompt.source == "probe" or given_up:
@@ -470,7 +484,8 @@ def test_a_dump_the_kernel_refuses_becomes_an_error_record(
 @contextmanager
 def small_file_system(directory: Path, size_bytes: int) -> Iterator[None]:
     """`directory` is a tmpfs of that size inside the block; skips the test where none may be."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=770", "tmpfs", directory]
+    options = f"size={size_bytes},mode=770"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode != 0:
         pytest.skip(f"file systems cannot be mounted here: {mounted.stderr.strip()}")
@@ -539,13 +554,7 @@ def test_a_killed_writer_is_replaced(server: Serving, reference: Reference) -> N
     for attempt in range(100):
         rid = f"xtr-killed-{attempt}"
         server.generate(rid, ids)
-        wait_for(
-            lambda rid=rid: (
-                rows_of_rid(server, rid) == 20
-                or any(record.rid == rid for record in server.errors())
-            )
-        )
-        if rows_of_rid(server, rid) == 20:
+        if arrives(server, rid, 20):
             break
     assert_is(server.take_sample(rid, 20), ids, BOUNDARIES, reference.states(ids))
     reasons = {record.reason for record in server.errors()}
