@@ -27,9 +27,10 @@ def lengthen(shards: list[Path], at: int) -> None:
 
 
 def flip(place: Callable[[bytes], int], shards: list[Path], at: int) -> None:
-    data = bytearray(shards[at].read_bytes())
-    data[place(data)] ^= 1
-    shards[at].write_bytes(data)
+    data = shards[at].read_bytes()
+    flipped = bytearray(data)
+    flipped[place(data)] ^= 1
+    shards[at].write_bytes(flipped)
 
 
 def zero(shards: list[Path], at: int) -> None:

@@ -219,7 +219,7 @@ def _wrap_os(function: str, steps: Steps) -> None:
         steps.reach(step, "after", target)
         return result
 
-    setattr(os, function, wrapper)
+    _put(os, function, wrapper)
 
 
 def _wrap_open(steps: Steps) -> None:
@@ -231,7 +231,7 @@ def _wrap_open(steps: Steps) -> None:
                 return real(path, flags, *args, **kwargs)
         return real(path, flags, *args, **kwargs)
 
-    os.open = wrapper
+    _put(os, "open", wrapper)
 
 
 def _wrap_store(steps: Steps) -> None:
@@ -246,7 +246,7 @@ def _wrap_store(steps: Steps) -> None:
         _hook_rows(store._db.conn, steps)
         return store
 
-    Store.create_or_open = create_or_open  # type: ignore[method-assign, assignment]
+    _put(Store, "create_or_open", create_or_open)
 
 
 def _hook_rows(connection: sqlite3.Connection, steps: Steps) -> None:
@@ -268,14 +268,15 @@ def _wrap_method(owner: type, method: str, step: str, steps: Steps) -> None:
         with steps.at(step):
             return real(self, *args, **kwargs)
 
-    setattr(owner, method, wrapper)
+    _put(owner, method, wrapper)
 
 
 def _wrap_rest(steps: Steps) -> None:
     import extractor.collect
     from extractor.client import Client
+    from server_patch.dump_format import read_beginning
 
-    read_beginning, generate, flock = extractor.collect.read_beginning, Client.generate, fcntl.flock
+    generate, flock = Client.generate, fcntl.flock
 
     def seen(path: Path, **options: int) -> Any:
         with steps.at("dump-seen", path):
@@ -289,16 +290,19 @@ def _wrap_rest(steps: Steps) -> None:
         with steps.at("lock"):
             flock(descriptor, operation)
 
-    extractor.collect.read_beginning = seen
-    Client.generate = send  # type: ignore[method-assign]
-    fcntl.flock = lock  # type: ignore[assignment]
+    _put(extractor.collect, "read_beginning", seen)
+    _put(Client, "generate", send)
+    _put(fcntl, "flock", lock)
 
 
 def set_constants(constants: dict[str, Any]) -> None:
     """Patience of the product, shortened so that a test need not wait: `module.NAME` -> value."""
     for name, value in constants.items():
         module, _, constant = name.rpartition(".")
-        found = importlib.import_module(module)
-        if not hasattr(found, constant):
-            raise AttributeError(name)
-        setattr(found, constant, value)
+        _put(importlib.import_module(module), constant, value)
+
+
+def _put(owner: object, name: str, value: object) -> None:
+    """In place of what `owner` has under that name. Raises AttributeError where it has nothing."""
+    getattr(owner, name)
+    setattr(owner, name, value)
