@@ -97,7 +97,7 @@ async def talking(server: Server) -> AsyncIterator[Talk]:
 
 
 def ids_of(length: int, seed: int = 1) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 500, length).tolist()
+    return [int(n) for n in np.random.default_rng(seed).integers(3, 500, length)]
 
 
 async def test_a_server_and_its_plugin_say_the_same_of_the_model(talk: Talk) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import dumps_under, make_ready
 
-from extractor.collect import BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
+from extractor.collect import Arrival, BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
 from extractor.collector import Collector
 from extractor.errors import PluginError
 from extractor.retry import Failure
@@ -65,6 +65,11 @@ async def test_each_file_is_reported_once_and_temporary_ones_never(
     assert len(watcher.poll()) == 1
 
 
+def content_of(arrival: Arrival) -> bytes | None:
+    assert isinstance(arrival, DumpFile)
+    return arrival.content
+
+
 async def test_only_small_files_are_kept_in_memory_with_their_headers(
     server: FakeServer, rank: Rank
 ) -> None:
@@ -72,11 +77,9 @@ async def test_only_small_files_are_kept_in_memory_with_their_headers(
     sizes = sorted(path.stat().st_size for path in dump_paths(server))
     arrived = [arrival for _, arrival in DumpWatcher([rank], whole_bytes=sizes[0]).poll()]
     small, large = sorted(arrived, key=lambda arrival: arrival.path.stat().st_size)
-    assert isinstance(small, DumpFile)
-    assert small.content == small.path.read_bytes()
-    assert isinstance(large, DumpFile)
-    assert large.content is None
-    assert [arrival.content for _, arrival in DumpWatcher([rank]).poll()] == [None, None]
+    assert content_of(small) == small.path.read_bytes()
+    assert content_of(large) is None
+    assert [content_of(arrival) for _, arrival in DumpWatcher([rank]).poll()] == [None, None]
 
 
 async def test_unreadable_files_and_error_records_are_told_apart(

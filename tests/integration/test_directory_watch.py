@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from inotify_simple import flags
 
 from extractor import directory_watch
 from extractor.directory_watch import DirectoryWatch
 
 
 @pytest.fixture(params=["told", "listed"])
-def is_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+def is_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Also as it is for a user without a free inotify instance."""
 
     def no_instance() -> None:
         raise OSError(24, "Too many open files")
 
-    if request.param == "listed":
+    is_told = bool(request.param == "told")
+    if not is_told:
         monkeypatch.setattr(directory_watch, "INotify", no_instance)
-    return request.param == "told"
+    return is_told
 
 
 def watch(*directories: Path) -> DirectoryWatch:
@@ -106,7 +107,7 @@ def test_names_lost_in_an_overflow_are_listed(
     publish(tmp_path, "1.dump")
 
     class Overflowed:
-        mask = directory_watch.flags.Q_OVERFLOW
+        mask = flags.Q_OVERFLOW
 
     assert watcher._notify is not None
     monkeypatch.setattr(watcher._notify, "read", lambda timeout: [Overflowed()])

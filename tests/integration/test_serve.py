@@ -62,11 +62,11 @@ def any_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options_for(
-    script: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **values: float
+    script: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall_s: float = 120.0
 ) -> ServeOptions:
     options = ServeOptions(
-        model="m", port=free_port(), dump_root=root, log_path=tmp_path / "log", **values
-    )  # type: ignore[arg-type]
+        model="m", port=free_port(), dump_root=root, log_path=tmp_path / "log", stall_s=stall_s
+    )
     text = script.format(root=str(root), port=options.port) if "{" in script else script
     monkeypatch.setattr(
         ServeOptions, "command", lambda self, python, engine_version: [sys.executable, "-c", text]

@@ -277,7 +277,7 @@ def test_a_reader_sees_commits_of_a_writer_and_cannot_write(store: Store, path: 
 
 def test_a_manifest_of_a_newer_version_is_refused(store: Store, path: Path) -> None:
     database = Database(sqlite3.connect(path))
-    database["_sqlite_migrations"].insert(
+    database.table("_sqlite_migrations").insert(
         {"migration_set": "manifest", "name": "m999_future", "applied_at": "2100-01-01"}
     )
     database.conn.commit()

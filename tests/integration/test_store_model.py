@@ -256,7 +256,7 @@ def histories(draw: st.DrawFn) -> list[Change]:
     for at in range(draw(st.integers(1, 40))):
         n = draw(st.integers(0, 3))
         state = states.get(n)
-        options = [] if state is None else list(TRANSITIONS[state])
+        options: list[Event | str] = [] if state is None else list(TRANSITIONS[state])
         if Event.REOPEN in options:
             continue
         if state is None or not state.is_terminal:
@@ -273,7 +273,7 @@ def histories(draw: st.DrawFn) -> list[Change]:
                               detail="")  # fmt: skip
             states[n] = State.FAILED
         else:
-            assert state is not None
+            assert state is not None and isinstance(event, Event)
             states[n] = TRANSITIONS[state][event]
             place = {"shard": at % 2, "offset": 4096 + SIZE * at}
             if event is Event.STORE:

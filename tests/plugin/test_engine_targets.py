@@ -253,7 +253,7 @@ NOT_THE_ENGINES = {"num_hidden_layers", "hidden_size", "prompt_lens", "sglang.sr
 
 def names_asked_for() -> set[str]:
     """What engine.py looks up by name."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(inspect.getsource(engine))):
         if not isinstance(node, ast.Call):
             continue
@@ -263,7 +263,10 @@ def names_asked_for() -> set[str]:
             first = 0
         if first is not None:
             last = len(node.args) if called == "_get" else first + 1
-            found |= {a.value for a in node.args[first:last] if isinstance(a, ast.Constant)}
+            for name in node.args[first:last]:
+                if isinstance(name, ast.Constant):
+                    assert isinstance(name.value, str), ast.unparse(node)
+                    found.add(name.value)
     return found
 
 

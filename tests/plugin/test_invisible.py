@@ -33,7 +33,7 @@ def patched(
 def make_requests() -> list[dict[str, Any]]:
     """50 requests of all kinds, every second with our rid prefix."""
     generator = random.Random(11)
-    requests = []
+    requests: list[dict[str, Any]] = []
     for i in range(50):
         sampling: dict[str, Any] = {"max_new_tokens": 1 + i % 7, "temperature": 0}
         if i % 3 == 1:

@@ -137,7 +137,7 @@ def test_host_memory_does_not_grow_with_the_requests(case: Case, serving: Servin
     # Fewer would not do: what leaks fills the holes of the heap first, some megabytes.
     command = [
         sys.executable, "-m", "benchmarks.memory",
-        "--server", serving.url, "--dump-dir", serving.root, "--requests", "3000",
+        "--server", serving.url, "--dump-dir", str(serving.root), "--requests", "3000",
     ]  # fmt: skip
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     print(result.stdout)

@@ -47,8 +47,10 @@ def test_help_is_the_docstring_as_written_and_a_word_on_each_argument(
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: python -m benchmarks.{name} ")
+    assert module.__doc__ is not None
     assert module.__doc__.strip() in shown
     assert f"python -m benchmarks.{name}" in module.__doc__, "how it is called"
+    assert parsers != []
     assert [name for parser in parsers for name in without_help(parser)] == []
 
 

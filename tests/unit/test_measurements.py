@@ -66,10 +66,12 @@ def test_shown_buckets_are_cumulative_and_end_with_all() -> None:
 
 def test_threads_lose_nothing_of_each_other() -> None:
     durations = Durations()
-    threads = [
-        threading.Thread(target=lambda: [durations.add(0.001) for _ in range(20_000)])
-        for _ in range(4)
-    ]
+
+    def add_many() -> None:
+        for _ in range(20_000):
+            durations.add(0.001)
+
+    threads = [threading.Thread(target=add_many) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

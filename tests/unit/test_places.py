@@ -9,7 +9,7 @@ from extractor.places import LEAST_LIGHT_BYTES, LIGHT_BYTES, Place, Places, num_
 
 async def taken(places: Places, dump_bytes: int) -> list[Place]:
     """All that can be taken at once."""
-    found = []
+    found: list[Place] = []
     while True:
         taking = asyncio.ensure_future(places.take(dump_bytes))
         await asyncio.sleep(0)

@@ -18,7 +18,7 @@ def encoding_of(text: str, offsets: list[Span]) -> Encoding:
 
 
 def marks(text: str, offsets: list[Span], *spans: Span) -> list[int]:
-    return mark_spans(encoding_of(text, offsets), spans).tolist()
+    return [int(mark) for mark in mark_spans(encoding_of(text, offsets), spans)]
 
 
 def test_tokens_that_begin_in_a_span_are_marked() -> None:

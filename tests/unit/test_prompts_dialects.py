@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prompts.dialects import Conversation, Ids, Item, Text, decode_row, label_of, read_item
+from prompts.dialects import Ids, Item, Text, decode_row, label_of, read_item
+from prompts.turns import Conversation
 from prompts.types import RowError, RowReason
 
 USER = {"role": "user", "content": "Hi"}
@@ -79,7 +80,7 @@ def test_an_unknown_role_refuses_the_row_and_drops_no_turn(name: Any) -> None:
 
 
 def test_the_order_of_attack_is_ids_messages_conversations_text() -> None:
-    row = {
+    row: dict[str, Any] = {
         "text": "T",
         "conversations": [{"from": "human", "value": "C"}],
         "messages": [{"role": "user", "content": "M"}],
@@ -218,7 +219,7 @@ def test_ids_and_mask_come_as_they_are() -> None:
     item = item_of({"input_ids": [7, 0, 2**31 - 1], "loss_mask": [0, True, 1], "seq_len": 3})
     assert isinstance(item, Ids)
     assert item.loss_mask is not None
-    assert (item.input_ids.dtype, item.loss_mask.dtype) == (np.int32, np.uint8)
+    assert (item.input_ids.dtype, item.loss_mask.dtype) == (np.dtype(np.int32), np.dtype(np.uint8))
     assert item.input_ids.tolist() == [7, 0, 2**31 - 1]
     assert item.loss_mask.tolist() == [0, 1, 1]
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prompts import containers
+from prompts.compression import CHUNK_BYTES
 from prompts.inputs import InputFile, read_rows, scan_inputs
 from prompts.types import InputError
 
@@ -68,7 +69,7 @@ def test_unicode_line_separators_split_nothing(tmp_path: Path) -> None:
 
 
 def test_a_line_longer_than_a_chunk_is_one_row(tmp_path: Path) -> None:
-    data = b'{"text":"' + b"x" * (3 * containers.CHUNK_BYTES) + b'"}'
+    data = b'{"text":"' + b"x" * (3 * CHUNK_BYTES) + b'"}'
     path = write(tmp_path / "a.jsonl", data + b"\n{2}\n")
     assert [row[3] for row in rows_of(path)] == [data, b"{2}"]
 
@@ -114,12 +115,13 @@ def test_a_file_of_another_kind_is_refused_with_what_to_do(
 
 def test_a_missing_file_a_directory_and_a_pipe_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path, message in [
+    refused: list[tuple[Path | str, str]] = [
         (tmp_path / "none.jsonl", "no such file"),
         (tmp_path, "is a directory"),
         (tmp_path / "pipe", "not a regular file"),
         ("nul\0", "cannot be opened"),
-    ]:
+    ]
+    for path, message in refused:
         with pytest.raises(InputError, match=message):
             scan_inputs([path])
 

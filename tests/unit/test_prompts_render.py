@@ -177,7 +177,11 @@ def test_a_tool_answer_written_as_json_is_not_taken_for_lost() -> None:
 
 
 def test_two_bos_tokens_fail_the_row() -> None:
-    for template, row in [("{{ bos_token }}" + TEMPLATE, CHAT), (TEMPLATE, {"text": "<s><s>Hi"})]:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("{{ bos_token }}" + TEMPLATE, CHAT),
+        (TEMPLATE, {"text": "<s><s>Hi"}),
+    ]
+    for template, row in cases:
         reason, detail = refusal(Renderer(make_tokenizer(template)), row)
         assert reason == RowReason.RENDER_FAILED
         assert "two BOS tokens" in detail

@@ -118,7 +118,7 @@ def test_s5b_openthoughts3() -> None:
 
 
 def test_s6_magpie() -> None:
-    row = {
+    row: dict[str, Any] = {
         "uuid": "u-1",
         "instruction": "Hi",
         "response": "Hello",
@@ -215,6 +215,7 @@ def test_s11_model_optimizer(label: str, field: str) -> None:
 def test_s12_speculators_pre_tokenised() -> None:
     item = item_of({"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1], "seq_len": 4})
     assert isinstance(item, Ids)
+    assert item.loss_mask is not None
     assert (item.input_ids.tolist(), item.loss_mask.tolist()) == ([1, 2, 3, 4], [0, 0, 1, 1])
 
 
@@ -430,7 +431,7 @@ def test_case_76_an_unknown_role_refuses_the_row_unless_it_is_mapped() -> None:
 
 
 def test_case_78_a_system_column_is_kept_and_never_doubled() -> None:
-    row = {"messages": [{"role": "user", "content": "u"}], "system_prompt": "s"}
+    row: dict[str, Any] = {"messages": [{"role": "user", "content": "u"}], "system_prompt": "s"}
     assert turns_of(row) == [("system", "s"), ("user", "u")]
     row["messages"].insert(0, {"role": "system", "content": "s"})
     assert turns_of(row) == [("system", "s"), ("user", "u")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -74,6 +75,15 @@ def test_a_prompt_is_frozen() -> None:
         (np.zeros(0, np.int32), np.zeros(0, np.uint8), "must not be empty"),
     ],
 )
-def test_a_prompt_refuses_arrays_of_another_kind(ids, mask, message) -> None:
+def test_a_prompt_refuses_arrays_of_another_kind(
+    ids: npt.NDArray[np.generic], mask: npt.NDArray[np.generic], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        Prompt(ordinal=0, source="a", line=1, label=None, input_ids=ids, loss_mask=mask)
+        Prompt(
+            ordinal=0,
+            source="a",
+            line=1,
+            label=None,
+            input_ids=ids,  # type: ignore[arg-type]  # another kind, as nothing checked it
+            loss_mask=mask,  # type: ignore[arg-type]
+        )

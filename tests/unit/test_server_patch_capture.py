@@ -153,7 +153,7 @@ def test_everything_else_runs_the_plain_model(batch: Any) -> None:
     )
     assert torch.equal(run(causal, batch), run(Causal(), batch))
     assert points == [[]]
-    assert tap.taken == tap.refused == []
+    assert (tap.taken, tap.refused) == ([], [])
 
 
 @pytest.mark.parametrize("rids", [["xtr-a"], ["other"]])

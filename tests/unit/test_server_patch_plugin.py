@@ -221,7 +221,9 @@ def test_settings_are_the_engines_and_not_what_was_typed(
             raise ValueError(f"{name!r} is not a config leaf (no namespace)")
         return resolved[name]
 
-    resolved = {"chunked_prefill_size": 2048, "dp_size": 1, "attn_dp_size": 2, "pp_size": 1}
+    resolved: dict[str, object] = {
+        "chunked_prefill_size": 2048, "dp_size": 1, "attn_dp_size": 2, "pp_size": 1
+    }  # fmt: skip
     context = SimpleNamespace(get_context=lambda: SimpleNamespace(config_leaf=leaf))
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
     monkeypatch.setattr(engine, "_parallel_context", lambda: SimpleNamespace(attn_dp_rank=1))

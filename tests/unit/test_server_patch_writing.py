@@ -314,7 +314,7 @@ def test_a_file_that_does_not_fit_becomes_an_error_record(
         filled.set()
         return real(descriptor, [buffers[0][:10]])
 
-    monkeypatch.setattr(files.os, "writev", writev)
+    monkeypatch.setattr(os, "writev", writev)
     ring_bytes = rig.ring.plan.total_bytes
     scribe = Scribe(rig.assignment(0), memoryview(bytearray(ring_bytes)))  # here, not in a process
     pieces = [Piece(rid="xtr-0", start=0, begin=0, rows=9, counter=0)]
@@ -469,8 +469,8 @@ class TestWriteWhole:
         def short(descriptor: int, buffers: list[memoryview]) -> int:
             return real(descriptor, [buffers[0][:3]])
 
-        monkeypatch.setattr(files.os, "writev", short)
-        parts = [b"header--", memoryview(b"0123456789"), b"", b"end"]
+        monkeypatch.setattr(os, "writev", short)
+        parts: list[bytes | memoryview] = [b"header--", memoryview(b"0123456789"), b"", b"end"]
         assert files.write_whole(tmp_path, "x", parts, mode=0o600) == 21
         assert (tmp_path / "x").read_bytes() == b"header--0123456789end"
 

@@ -63,7 +63,7 @@ def hooks() -> None:
         setattr(dist.ProcessGroup, name, counted(name, getattr(dist.ProcessGroup, name)))
 
     def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        batch = kwargs.get("forward_batch", args[1] if len(args) > 1 else None)
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[1]
         what = [batch.forward_mode.name, len(batch.input_ids)]
         counts.clear()
         result = original(*args, **kwargs)
