@@ -41,6 +41,7 @@ from benchmarks.command import (
     command_parser,
     directory,
     number_from,
+    run_arguments,
     run_command,
     session_of,
 )
@@ -131,8 +132,8 @@ def run_client(
 ) -> ClientRound:
     module = "benchmarks.null_destination" if to_null else "extractor"
     command = [
-        sys.executable, "-m", module, "run", str(prompts), "--out", str(out), "--server", url,
-        "--tokenizer", "none", "--dump-dir", str(dump_root), "--json", *extra,
+        sys.executable, "-m", module,
+        *run_arguments(prompts, out=out, server=url, dump_root=dump_root), *extra,
     ]  # fmt: skip
     with tempfile.TemporaryFile() as status_lines:
         with child(command, stderr=status_lines) as process:

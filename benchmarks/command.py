@@ -42,6 +42,12 @@ def command_parser(doc: str | None, file: str) -> argparse.ArgumentParser:
     )
 
 
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Which running server: `--server`, and its `--dump-dir`."""
+    parser.add_argument("--server", required=True, help="URL of a server with the plugin")
+    parser.add_argument("--dump-dir", type=Path, required=True, help="where it dumps")
+
+
 def number_from(least: int) -> Callable[[str], int]:
     """A type of argument: a whole number, `least` at the least."""
 
@@ -94,6 +100,14 @@ def child(
         process.terminate()
         process.wait()
         process.stdout.close()
+
+
+def run_arguments(prompts: Path, *, out: Path, server: str, dump_root: Path) -> list[str]:
+    """Of an `extractor run` over rows of ids, for `session_of`. server: its URL."""
+    return [
+        "run", str(prompts), "--out", str(out), "--server", server,
+        "--tokenizer", "none", "--dump-dir", str(dump_root), "--json",
+    ]  # fmt: skip
 
 
 def session_of(output: bytes, status: int) -> dict[str, Any]:

@@ -20,7 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.command import child, command_parser, number_from, run_command, session_of
+from benchmarks.command import (
+    add_server,
+    child,
+    command_parser,
+    number_from,
+    run_arguments,
+    run_command,
+    session_of,
+)
 from benchmarks.load import random_prompts, serving_ranks
 from benchmarks.sinks import write_prompts
 
@@ -41,11 +49,10 @@ class Measured:
 def run_once(number: int, setting: str, prompts: Path, options: argparse.Namespace) -> Measured:
     """Run the client as a user would. Raises Failed unless it stores every row."""
     with tempfile.TemporaryDirectory(prefix="concurrency-", dir=options.out) as out:
-        command = [
-            sys.executable, "-m", "extractor", "run", str(prompts), "--out", out,
-            "--server", options.server, "--dump-dir", str(options.dump_dir),
-            "--tokenizer", "none", "--concurrency", setting, "--json",
-        ]  # fmt: skip
+        arguments = run_arguments(
+            prompts, out=Path(out), server=options.server, dump_root=options.dump_dir
+        )
+        command = [sys.executable, "-m", "extractor", *arguments, "--concurrency", setting]
         with child(command) as process:
             assert process.stdout is not None
             session = session_of(process.stdout.read(), process.wait())
@@ -78,8 +85,7 @@ def show(measured: list[Measured], fixed: list[str]) -> None:
 
 def main() -> None:
     parser = command_parser(__doc__, __file__)
-    parser.add_argument("--server", required=True, help="URL of a server with the plugin")
-    parser.add_argument("--dump-dir", type=Path, required=True, help="where it dumps")
+    add_server(parser)
     parser.add_argument("--out", type=Path, required=True, help="a directory for the shards")
     parser.add_argument("--prompts", type=number_from(1), default=2000, help="in each run")
     parser.add_argument("--prompt-tokens", type=number_from(1), default=64, help="of each")

@@ -22,14 +22,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
 import numpy as np
 import psutil
 
-from benchmarks.command import Failed, command_parser, number_from, run_command
+from benchmarks.command import Failed, add_server, command_parser, number_from, run_command
 from benchmarks.load import prefill_s, random_prompts, serving_ranks
 from benchmarks.sinks import NullSink
 from extractor.collect import Rank
@@ -136,8 +135,7 @@ def gpu_bytes() -> int | None:
 
 def main() -> None:
     parser = command_parser(__doc__, __file__)
-    parser.add_argument("--server", required=True, help="URL of a server with the plugin")
-    parser.add_argument("--dump-dir", type=Path, required=True, help="where it dumps")
+    add_server(parser)
     parser.add_argument("--requests", type=number_from(10), default=10_000, help="in all")
     parser.add_argument("--prompt-tokens", type=number_from(1), default=64, help="of each")
     parser.add_argument("--concurrency", type=number_from(1), default=32, help="requests at once")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import Failed, session_of
+from benchmarks.command import Failed, run_arguments, session_of
 from benchmarks.engines import Engine
 from prompts.types import Prompt
 from server_patch.dump_format import is_dump_name, is_error_name
@@ -128,8 +128,7 @@ async def extract(
 ) -> Extraction:
     """The real client on the real command line. Raises Failed unless every row is stored."""
     output, status = await run_client(
-        "run", prompts, "--out", out, "--server", server.url,
-        "--tokenizer", "none", "--dump-dir", dump_root, "--json", *arguments,
+        *run_arguments(prompts, out=out, server=server.url, dump_root=dump_root), *arguments
     )  # fmt: skip
     session = session_of(output, status)
     return Extraction(

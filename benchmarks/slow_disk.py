@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.command import (
+    add_server,
     child,
     command_parser,
     directory,
     number_from,
+    run_arguments,
     run_command,
     session_of,
 )
@@ -114,9 +116,10 @@ def run(
     with child(
         [
             sys.executable, "-m", "benchmarks.slow_disk", "--as-client", str(rate_bytes_per_s),
-            "run", str(prompts), "--out", str(out), "--server", options.server, "--tokenizer",
-            "none", "--dump-dir", str(options.dump_dir), "--shm-budget", options.budget, "--json",
-            "--concurrency", str(options.concurrency),
+            *run_arguments(
+                prompts, out=out, server=options.server, dump_root=options.dump_dir
+            ),
+            "--shm-budget", options.budget, "--concurrency", str(options.concurrency),
         ]
     ) as process:  # fmt: skip
         while process.poll() is None:
@@ -147,8 +150,7 @@ def main() -> None:
         client(float(sys.argv[2]), sys.argv[3:])
         return
     parser = command_parser(__doc__, __file__)
-    parser.add_argument("--server", required=True, help="URL of a server with the plugin")
-    parser.add_argument("--dump-dir", type=Path, required=True, help="where it dumps")
+    add_server(parser)
     parser.add_argument("--out", type=directory, required=True, help="a directory on a disk")
     parser.add_argument("--prompts", type=number_from(1), default=200, help="in each run")
     parser.add_argument("--prompt-tokens", type=number_from(1), default=128, help="of each")
