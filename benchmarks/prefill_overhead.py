@@ -316,7 +316,9 @@ def main() -> None:
         help="measure `extractor run` too, storing there",
     )
     parser.add_argument("--rivals", action="store_true", help="measure other routes too: rivals.py")
-    parser.add_argument("--movers", default="1", help="threads of `extractor run`")
+    parser.add_argument(
+        "--movers", type=number_from(1), help="of `extractor run`, instead of its own number"
+    )
     parser.add_argument(
         "--logs", type=Path, default=Path("/tmp/prefill-overhead"), help="of the servers"
     )
@@ -333,7 +335,7 @@ def main() -> None:
             parser.error(f"--sink: {name}={place}: a name of its own and a directory are needed")
     if len({Path(model).name for model in options.models}) < len(options.models):
         parser.error("--model: two folders have the same name")
-    options.client = ("--movers", options.movers)
+    options.client = ("--movers", str(options.movers)) if options.movers else ()
     options.models = {Path(model).name: model for model in options.models}
     if options.json and len(options.models) > 1 and "{model}" not in options.json:
         parser.error("--json: of several models, each has a file of its own: put {model} in it")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks
+from benchmarks import prefill_overhead
 from benchmarks.command import Failed, command_parser, run_command
 from extractor.signals import STOP_SIGNALS
 
@@ -67,6 +68,19 @@ def test_the_client_without_a_disk_has_the_clients_command_line() -> None:
     command = [sys.executable, "-m", f"benchmarks.{OF_EXTRACTOR}", "run", "--help"]
     ran = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
     assert "--dump-dir" in ran.stdout, ran.stderr
+
+
+def test_the_client_is_measured_as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+
+    async def run(options: argparse.Namespace) -> None:
+        seen.append(options)
+
+    monkeypatch.setattr(prefill_overhead, "run", run)
+    for movers in ([], ["--movers", "1"]):
+        monkeypatch.setattr(sys, "argv", ["prefill_overhead", "--model", "m", *movers])
+        prefill_overhead.main()
+    assert [options.client for options in seen] == [(), ("--movers", "1")]
 
 
 @pytest.fixture
