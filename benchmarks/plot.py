@@ -5,8 +5,12 @@
         Llama-8B=llama-8b.json Llama-1B=llama-1b.json 'DeepSeek-V3 (12 layers)=deepseek-v3.json'
     cd ../2026-11-30-1xH200
     PYTHONPATH=../../.. python -m benchmarks.plot client ../../../docs/client.svg \\
-        Llama-8B=llama-8b-client.json Llama-1B=llama-1b-client.json \\
-        'DeepSeek-V3 (12 layers)=deepseek-v3-client.json'
+        Llama-8B=llama-8b-client.json Llama-8B=llama-8b-disk.json \\
+        Llama-1B=llama-1b-client.json Llama-1B=llama-1b-disk.json \\
+        'DeepSeek-V3 (12 layers)=deepseek-v3-client.json' \\
+        'DeepSeek-V3 (12 layers)=deepseek-v3-shm.json'
+
+Of a model named several times, a sink is shown as the last of its results has it.
 """
 
 from __future__ import annotations
@@ -116,11 +120,13 @@ def main() -> None:
     )
     parser.add_argument("--prompt-tokens", type=int, default=2048, help="of these results")
     options = parser.parse_args()
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     for name, _, path in (argument.partition("=") for argument in options.results):
         if not path:
             parser.error(f"{name}: NAME=RESULTS.json is what is needed")
-        results[name] = result_of(Path(path), options.prompt_tokens)
+        result = result_of(Path(path), options.prompt_tokens)
+        sinks = results.get(name, {}).get("sinks", {})
+        results[name] = {**result, "sinks": {**sinks, **result["sinks"]}}
     draw = draw_client if options.plot == "client" else draw_prefill
     figure = draw(results, prompt_tokens=options.prompt_tokens)
     figure.savefig(options.target, metadata={"Date": None})
