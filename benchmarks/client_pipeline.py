@@ -1,10 +1,10 @@
 """The client alone, from HTTP to sealed shards, against `cp` of the same bytes to the same place.
 
     python -m benchmarks.client_pipeline --out DIR         # 64 prompts of 2,048 tokens, 32 MB each
-    python -m benchmarks.client_pipeline --out DIR --prompts 20000 --prompt-tokens 64 \
+    python -m benchmarks.client_pipeline --out DIR --prompts 20000 --prompt-tokens 64 \\
         --hidden-size 64                                   # what a sample costs by itself
     python -m benchmarks.client_pipeline --out DIR --null  # without a disk
-    python -m benchmarks.client_pipeline --out DIR --prompts 1000000 --prompt-tokens 4 \
+    python -m benchmarks.client_pipeline --out DIR --prompts 1000000 --prompt-tokens 4 \\
         --hidden-size 16 --rounds 1                        # memory by prompts stored
 
 A generator (generator.py) publishes dumps as fast as it can. Rounds of the two are interleaved;

@@ -27,7 +27,9 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """The docstring as it is written, and each option's default where it has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.option_strings and action.default not in (None, False, [], argparse.SUPPRESS):
+        # A bool is a switch's, and of one that switches off it says the opposite of the help.
+        has_default = action.default not in (None, [], argparse.SUPPRESS)
+        if action.option_strings and has_default and not isinstance(action.default, bool):
             return f"{action.help} (default: %(default)s)"
         return action.help
 

@@ -70,6 +70,16 @@ class Seen:
             self._stored, self._stored_at = session["stored"], now
             self.in_flight.append(session["now"]["in_flight"])
 
+    def over_time(self) -> str:
+        """What takes several looks at `.live.json`, which is written once a second."""
+        flight = self.in_flight[1:-1]  # without the first and the last moments
+        if not flight:
+            return "too short a run for what is in flight, and for pauses: give more --prompts"
+        return (
+            f"in flight {statistics.median(flight):.0f} at the median, {max(flight)} at most; "
+            f"longest pause between samples {self.longest_pause_s:.1f} s"
+        )
+
 
 def lying_bytes(dump_root: Path) -> int:
     """Bytes of dumps, whole or not."""
@@ -131,14 +141,13 @@ def run(
 
 def show(name: str, session: dict[str, Any], seen: Seen) -> None:
     stages = session["stages"]
-    flight = seen.in_flight[1:-1] or [0]  # without the first and the last moments
     print(
         f"{name}: {session['bytes'] / session['seconds'] / 1e6:.2f} MB/s, "
         f"{session['tokens_per_s']:,.0f} tok/s, {session['stored']} stored, "
         f"{session['retried']} sent again\n"
         f"  dumps at most {seen.peak_bytes / 1e6:.2f} MB of {seen.budget_bytes / 1e6:.2f} MB "
-        f"allowed; in flight {statistics.median(flight):.0f} at the median, {max(flight)} at most\n"
-        f"  longest pause between samples {seen.longest_pause_s:.1f} s; a dump lay there "
+        f"allowed; {seen.over_time()}\n"
+        "  a dump lay there "
         f"{stages['residency']['p50_ms']:.0f} ms p50, {stages['residency']['p99_ms']:.0f} ms p99\n"
         f"  syncs {stages['sync']['count']}, {stages['sync']['p50_ms']:.0f} ms p50",
         flush=True,

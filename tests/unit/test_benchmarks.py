@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks
-from benchmarks import prefill_overhead
+from benchmarks import prefill_overhead, slow_disk
 from benchmarks.command import Failed, command_parser, run_command
 from extractor.signals import STOP_SIGNALS
 
@@ -51,6 +52,8 @@ def test_help_is_the_docstring_as_written_and_a_word_on_each_argument(
     assert module.__doc__ is not None
     assert module.__doc__.strip() in shown
     assert f"python -m benchmarks.{name}" in module.__doc__, "how it is called"
+    assert not re.search(r"\S {5,}--", module.__doc__), "a line that was to go on in the next"
+    assert "(default: True)" not in shown, "of a switch that switches off"
     assert parsers != []
     assert [name for parser in parsers for name in without_help(parser)] == []
 
@@ -68,6 +71,15 @@ def test_the_client_without_a_disk_has_the_clients_command_line() -> None:
     command = [sys.executable, "-m", f"benchmarks.{OF_EXTRACTOR}", "run", "--help"]
     ran = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True)
     assert "--dump-dir" in ran.stdout, ran.stderr
+
+
+def test_a_run_that_is_too_short_to_be_seen_has_no_figures() -> None:
+    assert "more --prompts" in slow_disk.Seen().over_time()
+    assert "more --prompts" in slow_disk.Seen(in_flight=[3, 3]).over_time()
+    seen = slow_disk.Seen(in_flight=[1, 3, 5, 4, 0], longest_pause_s=0.25)
+    assert seen.over_time() == (
+        "in flight 4 at the median, 5 at most; longest pause between samples 0.2 s"
+    )
 
 
 def test_the_client_is_measured_as_users_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
