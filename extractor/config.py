@@ -260,5 +260,5 @@ def _option_of(name: str) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = "no value" if value is None else repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

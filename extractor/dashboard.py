@@ -16,7 +16,7 @@ from rich.text import Text
 
 from extractor.live import Live
 from extractor.measurements import Stage
-from extractor.tables import amount, counted, duration, milliseconds
+from extractor.tables import amount, counted, duration, milliseconds, rate
 from extractor.watch import Begun, Look
 from manifest.states import State
 
@@ -55,7 +55,7 @@ def page(look: Look) -> RenderableType:
 def line(look: Look) -> str:
     """The same in a line."""
     if look.begun is None:
-        return f"{look.out}: {_standing(look)}"
+        return f"{look.out}: {standing(look)}"
     parts = [
         f"{look.begun.num_settled:,}/{look.begun.num_rows:,} rows",
         f"{look.begun.totals.by_state.get(State.FAILED, 0):,} failed",
@@ -77,7 +77,7 @@ def line(look: Look) -> str:
             f"dumps lie {milliseconds(residency['p50_ms'] / 1e3)} p50, "
             f"{milliseconds(residency['p99_ms'] / 1e3)} p99",
         ]
-    return f"{', '.join(parts)}; {_standing(look)}"
+    return f"{', '.join(parts)}; {standing(look)}"
 
 
 def _servers_in_short(servers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -86,7 +86,8 @@ def _servers_in_short(servers: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{sum(server['is_up'] for server in servers)} of {len(servers)} servers up"]
 
 
-def _standing(look: Look) -> str:
+def standing(look: Look) -> str:
+    """Whether somebody is at work, and what is to be done where nobody is."""
     if look.is_done:
         return "done"
     if look.writer is None:
@@ -105,7 +106,7 @@ def _title(look: Look) -> Text:
     title = Text(overflow="fold")
     title.append(f"{look.out}", style="bold")
     title.append(
-        f"  {_standing(look)}", style="yellow" if look.is_over and not look.is_done else "green"
+        f"  {standing(look)}", style="yellow" if look.is_over and not look.is_done else "green"
     )
     if look.begun is not None:
         identity = look.begun.identity
@@ -150,7 +151,7 @@ def _session(live: Live, *, is_over: bool) -> _Figures:
     cells: list[tuple[str, str | Text]] = [
         (
             "mean speed",
-            f"{session['tokens_per_s']:,.0f} tok/s, {session['bytes'] / seconds / 1e6:,.1f} MB/s",
+            f"{session['tokens_per_s']:,.0f} tok/s, {rate(session['bytes'] / seconds)}",
         ),
         ("this session", duration(seconds)),
     ]

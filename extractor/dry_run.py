@@ -35,6 +35,8 @@ from extractor.reading import in_thread, num_workers_for, prompts_of, renderer_f
 from extractor.retry import Failure
 from extractor.tables import counted
 from extractor.targets import require_targets
+from extractor.watch import Watcher
+from manifest.errors import ManifestMissing
 from prompts.types import Prompt
 
 #: How long the probe of the server's speed sends prompts.
@@ -87,6 +89,11 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
     Raises InputError, TokenizerError, UsageError, ConfigMismatch.
     """
     concurrency = options.concurrency or PROBE_CONCURRENCY
+    if settled := _settled_in(options.out):
+        reporter.note(
+            f"{options.out} has {counted(settled, 'row')} settled already, and a run leaves them "
+            "as they are; what follows is of all rows"
+        )
     async with clients_of(
         options.server_urls,
         concurrency=concurrency,
@@ -108,6 +115,14 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
         why_no_speed=around.why_no_speed or "no prompt could be sent.",
         free_bytes=free_bytes(_nearest(options.out)),
     )
+
+
+def _settled_in(out: Path) -> int:
+    """Rows that earlier sessions stored or gave up; 0 where there is no run."""
+    with suppress(ManifestMissing, UsageError):
+        begun = Watcher(out).look().begun
+        return 0 if begun is None else begun.num_settled
+    return 0
 
 
 async def _surroundings(

@@ -207,8 +207,8 @@ class Counters:
         return self.tokens / self.seconds
 
     @property
-    def gigabytes_per_s(self) -> float:
-        return self.stored_bytes / self.seconds / 1e9
+    def bytes_per_s(self) -> float:
+        return self.stored_bytes / self.seconds
 
     def observe(
         self,

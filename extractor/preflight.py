@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -46,6 +48,8 @@ NETWORK_FILE_SYSTEMS = (
 )  # fmt: skip
 #: Free space below which a run is not begun.
 LEAST_FREE_BYTES = 64 << 20
+#: Of a directory that cannot be made, the path's own fault; else it is the disk's.
+_NO_SUCH_PATH_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +227,7 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
             ) from None
         raise PluginError(
             f"the server at {client.url} answered the probe prompt, but no dump of it arrived "
-            f"under {target.ranks[0].directory} in {PROBE_TIMEOUT_S:.0f} s. Is the directory "
-            "another server's? Does the server run prefill in CUDA graphs? See its log."
+            f"under {target.ranks[0].directory} in {PROBE_TIMEOUT_S:.0f} s. {_suspicion(target)}"
         ) from None
     finally:
         watching.cancel()
@@ -235,6 +238,18 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
             check_tokens(request.prompt, piece)
     except SampleFault as fault:
         raise PluginError(f"the probe prompt's dump is no good: {fault}") from fault
+
+
+def _suspicion(target: Target) -> str:
+    """Why a probe that was answered may have left no dump."""
+    port = target.ready.port
+    if port != urlsplit(target.url).port:
+        # Taken for want of one of that port, as behind a tunnel or a container's port mapping.
+        return (
+            f"That directory is of a server on port {port}: if it is another one, this one has "
+            "no plugin, or dumps elsewhere. `extractor serve --model …` starts one that does."
+        )
+    return "Does the server run prefill in CUDA graphs? See its log."
 
 
 def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:
@@ -248,7 +263,8 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
     ready = ranks[0].ready
     free = room.free_bytes
     budget = free // 2 if wanted is None else wanted
-    least = dump_bytes(min(1024, limits.max_prompt_tokens), layout_of(ready), limits)
+    num_tokens = min(1024, limits.max_prompt_tokens)
+    least = dump_bytes(num_tokens, layout_of(ready), limits)
     hint = (
         "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
         if room.is_of_file_system
@@ -256,15 +272,15 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
     )
     if wanted is not None and wanted < least:
         raise UsageError(
-            f"--shm-budget {amount(wanted)} does not hold one prompt of 1,024 tokens, "
-            f"which takes {amount(least)}"
+            f"--shm-budget {amount(wanted)} does not hold one prompt of {num_tokens:,} "
+            f"tokens, which takes {amount(least)}"
         )
     if budget > room.sure_bytes:
         raise SpaceError(f"--shm-budget is {amount(budget)}, {room.what} {amount(free)}. {hint}")
     if budget < least:
         raise SpaceError(
             f"{room.what} {amount(free)}; half of it does not hold one prompt of "
-            f"1,024 tokens ({amount(least)}). {hint}"
+            f"{num_tokens:,} tokens ({amount(least)}). {hint}"
         )
     return budget
 
@@ -314,10 +330,17 @@ def manifest_warning(out: Path) -> str | None:
 
 def prepare_out(out: Path) -> None:
     """Make the output directory and see that it can be written. Raises UsageError, SpaceError."""
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file; name a directory with --out")
     try:
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"{out} is a file; name a directory with --out")
         out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in _NO_SUCH_PATH_ERRNOS:
+            raise UsageError(
+                f"{out}: cannot be made ({error.strerror}); name another --out"
+            ) from error
+        raise storage_error(error, where=out) from error
+    try:
         trial = out / ".writable"  # one name: what a killed run leaves is removed by the next
         trial.write_bytes(b"x")
         trial.unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from extractor.log_line import log_line
 from extractor.measurements import Counters
 from extractor.report import session_document
-from extractor.tables import amount
+from extractor.tables import amount, rate
 
 LINE_INTERVAL_S = 30.0
 #: Columns of a bar, at least, before figures are left out for it.
@@ -87,7 +87,7 @@ class LineReporter:
             return
         self._next = self._clock() + LINE_INTERVAL_S
         self.note(
-            f"{counters.settled}/{counters.num_rows} rows, {', '.join(_figures(counters))}",
+            f"{counters.settled:,}/{counters.num_rows:,} rows, {', '.join(_figures(counters))}",
             event="progress",
             session=session_document(counters),
         )
@@ -163,5 +163,5 @@ def _figures(counters: Counters) -> tuple[str, ...]:
         f"{counters.pace.tokens_per_s:,.0f} tok/s",
         f"shm {amount(counters.shm_bytes)}",
         f"mean {counters.tokens_per_s:,.0f} tok/s",
-        f"{counters.gigabytes_per_s:.3f} GB/s",
+        rate(counters.bytes_per_s),
     )

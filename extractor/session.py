@@ -116,8 +116,8 @@ class Session:
             await self._run_until_settled(files)
         if self._stop.is_set():
             raise Interrupted(
-                f"stopped with {self._counters.settled} of {self._counters.num_rows} rows "
-                "settled; the same command goes on"
+                f"stopped with {self._counters.settled:,} of {self._counters.num_rows:,} "
+                "rows settled; the same command goes on"
             )
 
     async def _run_until_settled(self, files: Sequence[InputFile]) -> None:

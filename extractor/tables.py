@@ -41,6 +41,17 @@ def amount(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
 
 
+def rate(bytes_per_s: float) -> str:
+    """In powers of ten, as the speed of disks is told.
+
+    >>> [rate(n) for n in (0, 3.8e6, 999.9e6, 1.264e9)]
+    ['0.0 MB/s', '3.8 MB/s', '999.9 MB/s', '1.26 GB/s']
+    """
+    return (
+        f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.1f} MB/s"
+    )
+
+
 def duration(seconds: float) -> str:
     """
     >>> [duration(s) for s in (0.4, 59.6, 3599, 90061)]

@@ -31,6 +31,7 @@ from prompts.types import RowError, RowReason, TokenizerError
 GENERATION_BLOCK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: How much of a template's own complaint a row's detail repeats.
 MAX_COMPLAINT: Final = 160
+_WITHOUT: Final = "Rows of ids need none: --tokenizer none"
 #: Where a tokenizer's own ways would show: spaces, control tokens, several bytes, line breaks.
 _SAMPLE: Final = "Hello,  world\n\n é漢🙂 1234 def f(x):\n\treturn x"
 
@@ -86,12 +87,14 @@ class ChatTokenizer:
             )
         except Exception as exc:  # whatever the model's own files or code raise
             raise TokenizerError(
-                f"{path_or_name}: {_load_remedy(exc)} ({_complaint(exc)})"
+                f"{path_or_name}: {_load_remedy(exc)} ({_complaint(exc)}). {_WITHOUT}"
             ) from exc
         # For some models transformers makes an empty tokenizer where the files are missing.
         if not hf_tokenizer("Hello", add_special_tokens=False)["input_ids"]:
             remedy = "check that its tokenizer files (tokenizer.json, ...) are there"
-            raise TokenizerError(f"{path_or_name}: the tokenizer knows no words: {remedy}")
+            raise TokenizerError(
+                f"{path_or_name}: the tokenizer knows no words: {remedy}. {_WITHOUT}"
+            )
         return cls(hf_tokenizer, template=template, template_kwargs=template_kwargs)
 
     def __len__(self) -> int:

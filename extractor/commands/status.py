@@ -9,13 +9,13 @@ import click
 from rich.console import Console
 from rich.live import Live as LiveDisplay
 
-from extractor.dashboard import line, page
+from extractor.dashboard import line, page, standing
 from extractor.errors import UsageError
 from extractor.options import OUT_ARGUMENT
 from extractor.report import totals_table
 from extractor.status import failed_table, read_status
 from extractor.terminal import print_json
-from extractor.watch import LINE_INTERVAL_S, LOOK_INTERVAL_S, watch
+from extractor.watch import LINE_INTERVAL_S, LOOK_INTERVAL_S, Watcher, watch
 
 
 @click.command("status")
@@ -39,11 +39,13 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
         with suppress(KeyboardInterrupt):  # the usual way to leave
             _watch(out)
         return
+    look = Watcher(out).look()  # first: what ends meanwhile may be told as at work, not the reverse
     status = read_status(out, all_failures=all_failures)
     if as_json:
         print_json(status.to_document())
         return
     identity = status.identity
+    click.echo(f"{out}: {standing(look)}")
     click.echo(
         f"{identity.model}: boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
         f"{identity.dtype}"

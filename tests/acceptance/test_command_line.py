@@ -68,7 +68,8 @@ def test_done_and_clean_is_0(tmp_path: Path, tool: Tool, fake: Fake, prompts_pat
     verified = tool("verify", "out")
     assert verified.returncode == 0
     assert verified.stdout.rstrip().endswith("clean")
-    assert tool("status", "out").returncode == 0
+    status = tool("status", "out")
+    assert (status.returncode, status.stdout.splitlines()[0]) == (0, "out: done")
 
 
 def test_the_defaults_work_with_no_option(tmp_path: Path, tool: Tool, prompts_path: Path) -> None:

@@ -79,10 +79,14 @@ def test_watch_in_a_pipe_prints_lines_until_the_run_of_another_process_ends(
         assert f"process {process.pid} is at work" in first
         assert first.startswith("12/13 rows, 1 failed, ")
         assert "1 in flight" in first
+        once = tool("status", "out").stdout
+        assert once.startswith(f"out: process {process.pid} is at work\n")
         interrupt(process)
         rest, errors = watching.communicate()
+    left = "the run ended unfinished (1 row left); the same command goes on"
+    assert tool("status", "out").stdout.startswith(f"out: {left}\n")
     assert rest.splitlines()[-1].startswith("12/13 rows, 1 failed, ")
-    assert rest.endswith("; the run ended unfinished (1 row left); the same command goes on\n")
+    assert rest.endswith(f"; {left}\n")
     assert (watching.returncode, errors) == (0, "")
 
 

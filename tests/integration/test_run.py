@@ -33,6 +33,7 @@ import extractor.places
 import extractor.preflight
 import extractor.server_watch
 from extractor.config import Layout
+from extractor.dry_run import dry_run
 from extractor.errors import (
     ConfigMismatch,
     Interrupted,
@@ -41,6 +42,7 @@ from extractor.errors import (
     ServerLost,
     ServerUnreachable,
     SpaceError,
+    UsageError,
     exit_code,
     first_known,
 )
@@ -1019,6 +1021,35 @@ async def test_a_probe_without_a_dump_stops_the_run_before_the_first_prompt(
         assert ordinals_sent(server.requests) == []
 
 
+async def test_a_server_without_the_plugin_beside_one_with_it_is_found_out(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only live server with that model is taken for it, as behind a port mapping."""
+    monkeypatch.setattr(extractor.preflight, "PROBE_TIMEOUT_S", 0.2)
+    elsewhere = FakeServer(tmp_path / "elsewhere")  # as if it had none
+    async with FakeServer(dump_root).running() as other, elsewhere.running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+        options = options_for(server, path, tmp_path / "out", dump_root=dump_root)
+        port = other.url.rpartition(":")[2]
+        with pytest.raises(PluginError, match=f"is of a server on port {port}: .* has no plugin"):
+            await run(options, notes)
+        assert ordinals_sent(server.requests) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("file", "is a file"), ("file/out", "Not a directory")],
+)
+async def test_an_out_that_cannot_be_made_is_a_wrong_path_and_no_failing_disk(
+    tmp_path: Path, dump_root: Path, notes: Notes, name: str, why: str
+) -> None:
+    (tmp_path / "file").touch()
+    path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
+    async with FakeServer(dump_root).running() as server:
+        with pytest.raises(UsageError, match=f"{why}.*name a"):
+            await run(options_for(server, path, tmp_path / name), notes)
+
+
 @pytest.mark.parametrize(
     "fault",
     [Fault.WRONG_IDS, Fault.WRONG_BOUNDARIES, Fault.ERROR_RECORD, Fault.CACHED, Fault.TRUNCATED],
@@ -1114,3 +1145,16 @@ async def test_a_disk_that_takes_no_byte_is_full_not_forbidden(
         monkeypatch.setattr(Path, "write_bytes", full)
         with pytest.raises(SpaceError):
             await run(options, notes)
+
+
+async def test_a_dry_run_of_what_was_begun_says_what_is_settled_already(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    async with FakeServer(dump_root).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(3))
+        options = options_for(server, path, tmp_path / "out")
+        await dry_run(options, notes)
+        assert "settled already" not in str(notes.messages)
+        await run(options, notes)
+        await dry_run(options, notes)
+        assert f"{tmp_path / 'out'} has 3 rows settled already" in str(notes.messages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -10,6 +11,7 @@ from helpers import make_ready
 import extractor.headroom
 from extractor.cgroup import Bound, memory_bounds, tightest
 from extractor.collect import Rank
+from extractor.errors import UsageError
 from extractor.headroom import headroom
 from extractor.plan import Limits
 from extractor.preflight import shm_budget
@@ -207,6 +209,12 @@ def test_dumps_count_to_the_group_of_the_server_not_to_ours(machine: Tree) -> No
     assert shm_budget([rank()], None, limits=LIMITS) == 4 * GIB
     with pytest.raises(Exception, match=r"--shm-budget is 9\.0 GiB, the memory limit of 8\.0 GiB"):
         shm_budget([rank()], 9 * GIB, limits=LIMITS)
+
+
+def test_a_budget_too_small_is_told_by_a_prompt_that_the_server_takes(machine: Tree) -> None:
+    for most, told in ((4096, "1,024"), (100, "100")):
+        with pytest.raises(UsageError, match=f"does not hold one prompt of {told} tokens"):
+            shm_budget([rank()], 1, limits=replace(LIMITS, max_prompt_tokens=most))
 
 
 def test_of_several_servers_the_one_with_least_room_counts(machine: Tree) -> None:

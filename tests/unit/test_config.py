@@ -54,7 +54,8 @@ def test_a_field_that_differs_is_named_with_both_values(field: str) -> None:
     name, before, now = field, getattr(identity, field), OTHER[field]
     if field == "reading":
         name, before, now = "--thinking", before["thinking"], now["thinking"]
-    assert lines[1] == f"  {name}: out has {before!r}, this run has {now!r}"
+    before_shown = "no value" if before is None else repr(before)
+    assert lines[1] == f"  {name}: out has {before_shown}, this run has {now!r}"
     assert len(lines) == 3
     assert "another --out" in lines[2]
 
@@ -95,6 +96,14 @@ def test_all_differences_are_named_at_once_and_long_ones_are_cut() -> None:
         changed.require_same(make_identity(), out=Path("out"))
     assert len(str(caught.value).splitlines()) == 4
     assert max(map(len, str(caught.value).splitlines())) < 300
+
+
+def test_an_option_that_was_not_given_is_told_in_words() -> None:
+    with pytest.raises(ConfigMismatch) as caught:
+        make_identity(reading={"max_tokens": 100}).require_same(
+            make_identity(reading={"max_tokens": None}), out=Path("out")
+        )
+    assert str(caught.value).splitlines()[1] == "  --max-tokens: out has no value, this run has 100"
 
 
 def test_a_model_that_was_moved_is_the_same_model() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import termios
+import time
 from collections import Counter
 from datetime import datetime
 
@@ -116,13 +117,22 @@ def test_where_there_is_little_room_the_figures_that_matter_stay(num_rows: int) 
         assert "1 failed" in shown[columns]
     assert "12/16 in flight" in shown[80]
     assert ("153,326 tok/s" in shown[80]) == (num_rows == 20_000)
-    assert "GB/s]" in shown[200] and "mean" in shown[200] and "shm" in shown[200]
+    assert "B/s]" in shown[200] and "mean" in shown[200] and "shm" in shown[200]
 
 
-def test_rates_are_over_this_session() -> None:
-    counters = Counters(tokens=1000, stored_bytes=2_000_000_000, started=0.0)
-    assert counters.tokens_per_s == counters.tokens / counters.seconds or counters.seconds > 0
-    assert 0 < counters.gigabytes_per_s <= 2e9
+def test_rates_are_over_this_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 110.0)
+    counters = Counters(
+        num_rows=3000, settled_before=700, stored=926, tokens=1000, stored_bytes=38_000_000,
+        started=100.0,
+    )  # fmt: skip
+    assert (counters.tokens_per_s, counters.bytes_per_s) == (100.0, 3_800_000.0)
+    clock = Clock()
+    reporter = LineReporter(stream := io.StringIO(), clock=clock)
+    clock.now += LINE_INTERVAL_S
+    reporter.update(counters)
+    assert stream.getvalue().startswith("1,626/3,000 rows, 0 failed, ")
+    assert stream.getvalue().endswith("mean 100 tok/s, 3.8 MB/s\n")
 
 
 def test_a_log_for_programs_has_one_object_a_line() -> None:

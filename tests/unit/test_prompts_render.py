@@ -227,6 +227,7 @@ def test_a_folder_that_holds_no_tokenizer_is_refused_with_what_to_do(tmp_path: P
     with pytest.raises(TokenizerError, match="tokenizer files") as caught:
         Renderer.load(str(tmp_path))
     assert str(tmp_path) in str(caught.value)
+    assert "Rows of ids need none: --tokenizer none" in str(caught.value)
 
 
 def test_an_empty_tokenizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
