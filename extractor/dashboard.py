@@ -192,8 +192,8 @@ class _Figures:
 def _stages(stages: Mapping[str, Mapping[str, float]]) -> Table:
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(style="dim", no_wrap=True)
-    for _ in range(4):
-        grid.add_column(justify="right", no_wrap=True, ratio=1)
+    for _ in range(4):  # as wide as their figures: of equal widths, one would be cut
+        grid.add_column(justify="right", no_wrap=True)
     grid.add_row("stage", *(Text(name, style="dim") for name in ("count", "p50", "p99", "longest")))
     for stage, name in _STAGE_NAMES.items():
         figures = stages[stage]

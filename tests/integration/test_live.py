@@ -305,6 +305,11 @@ async def test_the_page_says_all_of_it_in_any_width(
         assert drawn(page(look), width=width)
     for width in (60, 80, 200):
         assert "…" not in drawn(page(look), width=width)
+    assert look.live is not None
+    many = {"count": 1_000_000, "p50_ms": 22.4, "p99_ms": 40.6, "max_ms": 99.9}
+    stages = {name: figures | many for name, figures in look.live.session["stages"].items()}
+    busy = replace(look.live, session={**look.live.session, "stages": stages})
+    assert "…" not in drawn(page(replace(look, live=busy)), width=60)
     over = drawn(page(replace(look, writer=None)), width=60)
     assert "as last told before the end" in over
     assert "time left" in over and "in flight" not in over
