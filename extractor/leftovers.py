@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 from extractor.config import MANIFEST_NAME
 from extractor.files import write_whole
 from extractor.plan import run_of
-from extractor.process import left_in_shared_memory, remove_shared_memory
+from extractor.shared_memory import left_in_shared_memory, remove_shared_memory
 from extractor.tables import counted
 from extractor.writers import is_same_process, pid_namespace, process_start_ticks, scan_writers
 from server_patch.dump_format import (
@@ -58,7 +58,7 @@ class Journal:
         return root / f"{_JOURNAL_PREFIX}{boot_id}.json"
 
     @classmethod
-    def of(cls, pid: int, inodes: set[int]) -> Journal | None:
+    def of(cls, pid: int, inodes: Collection[int]) -> Journal | None:
         """None when the process is gone already."""
         start_ticks = process_start_ticks(pid)
         if start_ticks is None:

@@ -100,7 +100,6 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
             note(f"SGLang {engine_version}, pid {process.pid}, log {log_path}")
             target = await _Watch(options, process, boot_id, note).until_probed()
             yield Server(url=options.url, process=process, target=target)
-            process.note_shared_memory()
         if options.log_path is None:
             log_path.unlink()  # kept when something went wrong
     finally:
@@ -162,7 +161,7 @@ class _Watch:
     def _reach(self, stage: Stage) -> None:
         now = time.monotonic()
         self._note(f"{now - self._began_s:7.1f} s  {stage.title}")
-        journal = Journal.of(self._process.pid, self._process.note_shared_memory())
+        journal = Journal.of(self._process.pid, self._process.shared_memory_inodes())
         if journal is not None and self._options.dump_root.exists():  # the plugin makes it
             journal.write(self._options.dump_root, self._boot_id)
         self._stage = stage

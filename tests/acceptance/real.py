@@ -16,7 +16,7 @@ from helpers import Ids, read_samples, stored_ordinals
 
 from acceptance.tool import Server
 from extractor.config import MANIFEST_NAME
-from extractor.process import descendants, remove_shared_memory, shared_memory_inodes
+from extractor.process import descendants
 from manifest.errors import ManifestError
 
 CONTEXT_TOKENS = 512
@@ -44,13 +44,10 @@ class Real(Server):
 
     def kill(self) -> None:
         """SIGKILL to the whole tree, as a machine that runs out of memory does it."""
-        tree = self._tree()
-        inodes = shared_memory_inodes(tree)
-        for pid in tree:
+        for pid in self._tree():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        remove_shared_memory(inodes)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Stops a server with everything it started, and removes what it leaves in /dev/shm. Linux only."""
+"""Stops a server with everything it started. Linux only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from extractor.process import descendants, remove_shared_memory, shared_memory_inodes
+from extractor.process import descendants
 
 
 def stop_tree(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
@@ -16,7 +16,6 @@ def stop_tree(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
     SIGTERM goes to `process` alone, so that it can stop its children in its own order.
     """
     tree = descendants(process.pid)
-    inodes = shared_memory_inodes([process.pid, *(member.pid for member in tree)])
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)
@@ -27,4 +26,3 @@ def stop_tree(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:
         with suppress(psutil.NoSuchProcess):
             member.kill()
     psutil.wait_procs(alive, timeout=grace_s)
-    remove_shared_memory(inodes)

@@ -12,13 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from extractor.process import (
-    descendants,
-    die_with_parent,
-    remove_shared_memory,
-    shared_memory_inodes,
-)
+from extractor.process import die_with_parent
 from extractor.serve import free_port
+from extractor.shared_memory import inodes_in_shared_memory, remove_abandoned
 
 from .env import RIG_PLUGINS, SERVER_ARGS, environment
 from .process import stop_tree
@@ -70,6 +66,7 @@ def cpu_server(
         settings.update(env or {})
         log = log_path or Path(scratch, "server.log")
         port = port or free_port()
+        before = inodes_in_shared_memory()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*_command(model_dir, port, dtype), *extra_args],
@@ -80,13 +77,12 @@ def cpu_server(
                 start_new_session=True,  # a Ctrl-C at the terminal is ours to pass on
                 preexec_fn=die_with_parent,
             )
-        inodes: set[int] = set()
         try:
-            _wait_ready(process, port, log, timeout_s, inodes)
+            _wait_ready(process, port, log, timeout_s)
             yield CpuServer(f"http://127.0.0.1:{port}", process, log)
         finally:
             stop_tree(process)
-            remove_shared_memory(inodes)  # of a server that ended by itself while it started
+            remove_abandoned(before)
 
 
 def _settings(dump_dir: Path | None, plugin: bool) -> dict[str, str]:
@@ -106,14 +102,9 @@ def _command(model_dir: Path, port: int, dtype: str) -> list[str]:
     return command
 
 
-def _wait_ready(
-    process: subprocess.Popen[bytes], port: int, log: Path, timeout_s: float, inodes: set[int]
-) -> None:
-    """Notes in `inodes` what the server has in /dev/shm, as long as it can be asked."""
+def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path, timeout_s: float) -> None:
     until = time.monotonic() + timeout_s
     while not _answers(port):
-        pids = [process.pid, *(member.pid for member in descendants(process.pid))]
-        inodes.update(shared_memory_inodes(pids))
         if process.poll() is not None:
             raise ServerDied(f"the server ended with {process.returncode}:\n{_tail(log)}")
         if time.monotonic() > until:
