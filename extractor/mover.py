@@ -134,14 +134,15 @@ class Mover:
 
     async def close(self, *, seal: bool) -> None:
         """Stop the thread. `seal`: no more samples will come, so finish the shard."""
-        if seal and self._writer is not None:
-            writer, self._writer = self._writer, None
-            await self._finish(writer)
-        # Before closing the file: a cancelled run may have left the thread at work on it.
-        self._threads.shutdown(wait=True)
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        try:
+            if seal and self._writer is not None:
+                await self._finish(self._writer)
+        finally:
+            # Before closing the file: a cancelled run may have left the thread at work on it.
+            self._threads.shutdown(wait=True)
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
 
     async def _move(self, group: Sequence[_Job], tasks: asyncio.TaskGroup) -> int:
         """Copy as many of `group`, from its start, as one shard takes; how many those were."""
@@ -225,8 +226,7 @@ class Mover:
         num_tokens = group[0].prompt.num_tokens
         if self._writer is not None and not self._writer.has_room(num_tokens):
             await self._settled()
-            writer, self._writer = self._writer, None
-            await self._finish(writer)
+            await self._finish(self._writer)
         if self._writer is None:
             expected = samples_expected(
                 shard_bytes=self._settings.shard_bytes,
@@ -242,16 +242,17 @@ class Mover:
         return self._writer
 
     async def _finish(self, writer: ShardWriter) -> None:
+        """Seal the open shard, or drop it where it holds nothing. When that is broken off, `close`
+        closes the file: the thread may still be at work on it."""
         number = writer.shard.number
-        try:
-            if writer.num_samples:
-                digest = await self._in_thread(writer.seal)
-                await self._owner.call(lambda store: store.seal_shard(number, digest))
-            else:
-                await self._owner.call(lambda store: store.drop_shard(number))
-                await self._in_thread(writer.discard)
-        finally:
-            writer.close()
+        if writer.num_samples:
+            digest = await self._in_thread(writer.seal)
+            await self._owner.call(lambda store: store.seal_shard(number, digest))
+        else:
+            await self._owner.call(lambda store: store.drop_shard(number))
+            await self._in_thread(writer.discard)
+        self._writer = None
+        writer.close()
 
     async def _in_thread(self, function: Callable[[], Result]) -> Result:
         try:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import make_identity, make_prompts, prompt_of
 
 from extractor.mover import Mover
-from extractor.shards import ShardSettings
+from extractor.shards import ShardSettings, ShardWriter
 from integration.test_shards import Dumps
 from manifest.owner import StoreOwner
 from manifest.records import Change, Moved, Planned, Source
@@ -19,31 +22,45 @@ from manifest.store import Store
 from prompts.types import Prompt
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_each_sample_that_the_manifest_has_is_counted_once(
-    is_cancelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even where the run is cancelled in the midst of the commit, which nothing takes back."""
+@pytest.fixture
+def settings(tmp_path: Path) -> ShardSettings:
     for name in ("shards", "dumps"):
         (tmp_path / name).mkdir()
-    settings = ShardSettings(
+    return ShardSettings(
         directory=tmp_path / "shards",
         identity=make_identity(),
         shard_bytes=1 << 20,
         file_mode=0o640,
     )
+
+
+async def owner_of(path: Path, prompts: Sequence[Prompt]) -> StoreOwner:
+    """A manifest in which all of `prompts` are dumped."""
+    owner = await StoreOwner.open(path)
+    source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=len(prompts))
+    await owner.call(lambda store: store.begin({}, [source]))
+    for prompt in prompts:
+        await owner.commit(
+            Planned(
+                ordinal=prompt.ordinal, source=0, line=1, label=None, key=prompt.key,
+                num_tokens=prompt.num_tokens, num_trained=0,
+            ),
+            *(
+                Moved(ordinal=prompt.ordinal, event=event, attempts=1)
+                for event in (Event.SEND, Event.DUMP)
+            ),
+        )  # fmt: skip
+    return owner
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_each_sample_that_the_manifest_has_is_counted_once(
+    is_cancelled: bool, tmp_path: Path, settings: ShardSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the run is cancelled in the midst of the commit, which nothing takes back."""
     (row,) = make_prompts(1)
     prompt, pieces = prompt_of(row), Dumps(tmp_path / "dumps").make(row)
-    owner = await StoreOwner.open(tmp_path / "manifest.sqlite")
-    source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=1)
-    await owner.call(lambda store: store.begin({}, [source]))
-    await owner.commit(
-        Planned(
-            ordinal=0, source=0, line=1, label=None, key=prompt.key,
-            num_tokens=prompt.num_tokens, num_trained=0,
-        ),
-        *(Moved(ordinal=0, event=event, attempts=1) for event in (Event.SEND, Event.DUMP)),
-    )  # fmt: skip
+    owner = await owner_of(tmp_path / "manifest.sqlite", [prompt])
     is_reached, may_go_on, apply = threading.Event(), threading.Event(), Store.apply
 
     def gated(store: Store, changes: list[Change]) -> None:
@@ -79,4 +96,46 @@ async def test_each_sample_that_the_manifest_has_is_counted_once(
     assert stored.state is State.STORED
     assert counted == [prompt]
     await mover.close(seal=False)
+    await owner.close()
+
+
+async def test_a_shard_that_is_being_sealed_when_the_run_is_cancelled_keeps_its_file(
+    tmp_path: Path, settings: ShardSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor closed under the thread is the next file's that anybody opens: the seal would
+    cut that one, and write over its beginning."""
+    rows, dumps = make_prompts(2), Dumps(tmp_path / "dumps")
+    prompts = [prompt_of(row, ordinal=ordinal) for ordinal, row in enumerate(rows)]
+    owner = await owner_of(tmp_path / "manifest.sqlite", prompts)
+    is_reached, may_go_on, seal = threading.Event(), threading.Event(), ShardWriter.seal
+
+    def gated(writer: ShardWriter) -> str:
+        is_reached.set()
+        assert may_go_on.wait(30)
+        return seal(writer)
+
+    monkeypatch.setattr(ShardWriter, "seal", gated)
+    numbers = itertools.count()
+    mover = Mover(
+        replace(settings, shard_bytes=1),  # each sample begins a new one
+        owner,
+        next_number=lambda: next(numbers),
+        rows_left=lambda: 1,
+    )
+    tasks = [
+        asyncio.create_task(mover.run()),
+        *(
+            asyncio.create_task(mover.store(prompt, dumps.make(row), attempts=1))
+            for prompt, row in zip(prompts, rows, strict=True)
+        ),
+    ]
+    assert await asyncio.to_thread(is_reached.wait, 30)
+    tasks[0].cancel()
+    await asyncio.wait(tasks[:1])
+    may_go_on.set()
+    await mover.close(seal=False)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert [path.name for path in settings.directory.iterdir()] == ["shard-000000.safetensors"]
     await owner.close()
