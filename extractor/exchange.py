@@ -78,7 +78,8 @@ class Exchange:
         self._layout = layout
         #: By ordinal: whose last request reached the server and had no answer.
         self._unanswered: dict[int, Unanswered] = {}
-        self._under_way: set[asyncio.Timeout] = set()
+        #: What may break a fetch off, and the dump that it waits for once it is answered.
+        self._under_way: dict[asyncio.Timeout, asyncio.Future[Collected] | None] = {}
         self.watch = ServerWatch(
             client=client,
             target=target,
@@ -108,8 +109,8 @@ class Exchange:
         `turn` is released when the server has answered. Whoever takes the pieces owns their files.
         """
         try:
-            async with self._until_ended():
-                return await self._fetch(prompt, attempt, turn)
+            async with self._until_ended() as patience:
+                return await self._fetch(prompt, attempt, turn, patience)
         except TimeoutError:
             return Failure(
                 reason=Reason.SERVER_ERROR,
@@ -121,16 +122,18 @@ class Exchange:
             turn.release()
 
     @asynccontextmanager
-    async def _until_ended(self) -> AsyncIterator[None]:
+    async def _until_ended(self) -> AsyncIterator[asyncio.Timeout]:
         """A block that `end` breaks off with TimeoutError."""
         async with asyncio.timeout(None) as patience:
-            self._under_way.add(patience)
+            self._under_way[patience] = None
             try:
-                yield
+                yield patience
             finally:
-                self._under_way.discard(patience)
+                del self._under_way[patience]
 
-    async def _fetch(self, prompt: Prompt, attempt: int, turn: Turn) -> Collected:
+    async def _fetch(
+        self, prompt: Prompt, attempt: int, turn: Turn, patience: asyncio.Timeout
+    ) -> Collected:
         rid = make_rid(
             run_id=self._run_id,
             session_id=self._session_id,
@@ -147,6 +150,7 @@ class Exchange:
                     self.collector.poll()
                 return reply_failure
             is_due = True
+            self._under_way[patience] = collected
             answered_at = asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(self._dump_timeout_s):
@@ -246,8 +250,9 @@ class Exchange:
             self.collector.poll()  # what is whole by now need not be asked for again
         unanswered, self._unanswered = list(self._unanswered.values()), {}
         now = asyncio.get_running_loop().time()
-        for patience in self._under_way:
-            patience.reschedule(now)
+        for patience, dump in self._under_way.items():
+            if dump is None or not dump.done():
+                patience.reschedule(now)
         self.has_ended.set()
         return unanswered
 
