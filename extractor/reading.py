@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -62,7 +62,7 @@ def prompts_of(
         yield pool.prompts_from(raw_rows(files, renderer.options, skip=skip))
 
 
-async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncIterator[Prompt | BadRow]:
+async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncGenerator[Prompt | BadRow, None]:
     """The same rows, made one small batch ahead of whoever consumes them."""
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
@@ -76,11 +76,13 @@ async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncIterator[Prompt | B
                 break
         return batch
 
+    ahead = loop.run_in_executor(thread, next_batch)
     try:
-        ahead = loop.run_in_executor(thread, next_batch)
         while batch := await ahead:
             ahead = loop.run_in_executor(thread, next_batch)
             for row in batch:
                 yield row
     finally:
-        thread.shutdown(wait=True)
+        ahead.cancel()  # nobody is going to ask what became of it
+        # It may be passing over a million rows that nobody wants: signals are heard meanwhile.
+        await asyncio.to_thread(thread.shutdown)

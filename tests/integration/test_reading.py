@@ -1,0 +1,37 @@
+"""Rows are read beside the event loop, however the reading ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import pytest
+from helpers import make_prompts, prompt_of
+
+from extractor import reading
+from extractor.reading import in_thread
+from prompts.types import BadRow, Prompt
+
+
+async def test_the_event_loop_goes_on_while_a_reader_that_is_not_needed_any_more_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be passing over a million settled rows, and is not to be stopped in that."""
+    monkeypatch.setattr(reading, "READ_BATCH", 1)
+    may_end, ends = threading.Event(), []
+
+    def rows() -> Iterator[Prompt | BadRow]:
+        yield prompt_of(make_prompts(1)[0])
+        ends.append(may_end.wait(5))
+
+    async def taken() -> None:
+        async with aclosing(in_thread(rows())) as made:
+            async for _ in made:
+                return
+
+    taking = asyncio.create_task(taken())
+    asyncio.get_running_loop().call_later(0.05, may_end.set)
+    await taking
+    assert ends == [True]
