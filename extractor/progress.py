@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Never, Protocol, TextIO
 
 from tqdm import tqdm
@@ -115,24 +116,28 @@ class JsonReporter(LineReporter):
 
 
 class Together:
-    """Several reporters as one."""
+    """Several reporters as one. A terminal that went away, or a log on a full disk, ends no run:
+    whoever cannot be told is not told."""
 
     def __init__(self, *reporters: Reporter) -> None:
         self._reporters = reporters
 
     def update(self, counters: Counters) -> None:
         for reporter in self._reporters:
-            reporter.update(counters)
+            with suppress(OSError):
+                reporter.update(counters)
 
     def note(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
         for reporter in self._reporters:
-            reporter.note(message, event=event, level=level, **fields)
+            with suppress(OSError):
+                reporter.note(message, event=event, level=level, **fields)
 
     def close(self) -> None:
         for reporter in self._reporters:
-            reporter.close()
+            with suppress(OSError):
+                reporter.close()
 
 
 def reporter_for(stream: TextIO = sys.stderr, *, as_json: bool = False) -> Reporter:

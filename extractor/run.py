@@ -117,6 +117,7 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
     then stays, and the same call goes on.
     """
+    reporter = Together(reporter)
     files = await asyncio.to_thread(_scan, options)
     prepare_out(options.out)
     if (warning := manifest_warning(options.out)) is not None:

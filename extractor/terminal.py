@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import click
@@ -24,8 +25,9 @@ def print_json(document: dict[str, Any]) -> None:
 
 
 def note(message: str) -> None:
-    """On stderr."""
-    click.echo(message, err=True)
+    """On stderr, where somebody is still there to read it."""
+    with suppress(OSError):
+        click.echo(message, err=True)
 
 
 def tell_error(

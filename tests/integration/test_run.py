@@ -8,8 +8,11 @@ import itertools
 import os
 import re
 import signal
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
@@ -49,6 +52,7 @@ from extractor.errors import (
 from extractor.lock import exclusive
 from extractor.places import LEAST_LIGHT_BYTES, num_places
 from extractor.plan import PROBE_SESSION, Limits, dump_bytes
+from extractor.progress import BarReporter, JsonReporter, LineReporter, Reporter
 from extractor.run import RunSummary, run
 from extractor.testing import LATE_S, FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
@@ -101,6 +105,25 @@ async def test_every_prompt_is_stored_with_its_own_states(
     assert dumps_under(dump_root) == []
     assert len(ordinals_sent(server.requests)) == 60
     assert notes.is_closed
+
+
+@pytest.mark.parametrize("kind", [BarReporter, LineReporter, JsonReporter])
+async def test_a_terminal_that_went_away_ends_no_run(
+    tmp_path: Path, dump_root: Path, kind: Callable[[TextIO], Reporter]
+) -> None:
+    """An ssh connection that broke: whatever is written to such a terminal fails with EIO."""
+    prompts = make_prompts(10)
+    master, slave = os.openpty()
+    terminal = os.fdopen(slave, "w", buffering=1)
+    os.close(master)
+    try:
+        async with FakeServer(dump_root).running() as server:
+            path = write_prompts(tmp_path / "p.jsonl", prompts)
+            await run(options_for(server, path, tmp_path / "out"), kind(terminal))
+    finally:
+        with suppress(OSError):  # what could not be written is in its buffer still
+            terminal.close()
+    assert_whole(tmp_path / "out", prompts)
 
 
 async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, notes: Notes) -> None:
