@@ -109,8 +109,9 @@ def main() -> None:
     parser.add_argument(
         "--num-boundaries", type=number_from(1), default=3, help="states beside the last"
     )
+    options = parser.parse_args()
     os.umask(0o077)
-    asyncio.run(serve(parser.parse_args()))
+    asyncio.run(serve(options))
 
 
 if __name__ == "__main__":
