@@ -26,6 +26,8 @@ MAX_REPLY_BYTES = 1 << 20
 KEEP_ALIVE_S = 3.0
 CONNECT_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 30.0
+#: SGLang looks for the outcome of a health check once a second.
+AT_ONCE_S = 1.0
 
 #: What each failure of the transport means: the most specific class that fits decides.
 TRANSPORT_FAILURES: Mapping[type[Exception], str] = {
@@ -173,6 +175,25 @@ class Client:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             return False
+
+    async def is_draining(self) -> bool | None:
+        """Whether the server is being stopped: it answers what it has, and then ends. None where
+        it does not tell.
+
+        SGLang says 503 at /health from then on, at once; later than that, 503 means no more than
+        that the forward which such a question may cost took too long.
+        """
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        try:
+            async with self._http.get(
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=INFO_TIMEOUT_S)
+            ) as response:
+                if response.status == 503 and loop.time() - asked_at < AT_ONCE_S:
+                    return True
+                return False if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            return None
 
     async def _get(self, path: str, *, timeout_s: float = INFO_TIMEOUT_S) -> dict[str, Any]:
         try:

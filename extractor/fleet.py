@@ -293,7 +293,8 @@ class Fleet:
         # In this order, and without a pause: whoever waits must find everything decided.
         member.exchange = None
         self._lost.append(exchange)
-        self._judge(exchange.end(), is_dead=isinstance(error, ServerGone))
+        has_died = isinstance(error, ServerGone) and not exchange.watch.is_draining
+        self._judge(exchange.end(), is_dead=has_died)
         self._turns.remove(exchange.watch.gate)
         self._tell_room()
         await exchange.abandon()
@@ -336,6 +337,8 @@ class Fleet:
                 require_no_stricter(self.limits, target)
                 require_dump_directory(target.ranks)
                 await require_probe(member.client, target, run_id=self._run_id)
+                if await member.client.is_draining():
+                    raise ServerUnreachable(f"the server at {member.url} is being stopped")
                 return target
             except ServerUnreachable:
                 pass  # which the run has told already

@@ -28,6 +28,8 @@ TRIAL_AFTER_S = 30.0
 #: So long a dump root that somebody else filled may stay full.
 SPACE_PATIENCE_S = 60.0
 ALIVE_INTERVAL_S = 0.5
+#: Between questions whether it is being stopped, while it has prompts.
+DRAIN_INTERVAL_S = 5.0
 RESTART_ADVICE = "Restart it and run the same command again; nothing stored is sent twice."
 
 
@@ -62,10 +64,16 @@ class ServerWatch:
         self._abandoned = abandoned
         self._has_opened = asyncio.Event()  # the circuit: no prompt may be sent
         self._found_gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._draining_since: float | None = None  # it is being stopped, and said so
         self._last_trouble = ""
         self._space_trouble: str | None = None
         self._space_trouble_since = 0.0
         self.num_served = 0  # requests answered with what was asked for, probes included
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it is being stopped: its end is no prompt's fault."""
+        return self._draining_since is not None
 
     def is_same_server(self) -> bool:
         """Whether the server that was proven is still the one behind the address.
@@ -122,13 +130,22 @@ class ServerWatch:
                     server=self._client.url,
                 )
             self._has_opened.set()
+        elif self.is_draining:
+            if self.gate.is_open:
+                self._say(
+                    f"the server at {self._client.url} is being stopped; it gets no more prompts, "
+                    "so that it can end",
+                    event="server_stopping",
+                    level="warning",
+                    server=self._client.url,
+                )
         elif not self.gate.is_open:
             self._say(
                 f"the server at {self._client.url} serves again",
                 event="server_back",
                 server=self._client.url,
             )
-        self.gate.is_open = not self._breaker.is_open
+        self.gate.is_open = not (self._breaker.is_open or self.is_draining)
         self._turns.wake()
 
     def note_space(self, problem: str | None) -> None:
@@ -144,6 +161,7 @@ class ServerWatch:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch(), name="server-alive")
             tasks.create_task(self._try_again_and_again(), name="server-trial")
+            tasks.create_task(self._ask_again_and_again(), name="server-drain")
             await self._found_gone
 
     async def _watch(self) -> None:
@@ -152,6 +170,11 @@ class ServerWatch:
             self._require_alive()
             if self._breaker.is_hopeless(now=now):
                 raise self._given_up(now)
+            if self._draining_since is not None and now - self._draining_since > USELESS_AFTER_S:
+                raise ServerLost(
+                    f"the server at {self._client.url} is being stopped, and has not ended in "
+                    f"{now - self._draining_since:.0f} s. See its log; the same command goes on."
+                )
             if self._space_trouble and now - self._space_trouble_since > SPACE_PATIENCE_S:
                 raise SpaceError(
                     f"{self._space_trouble} Nothing is lost: free space (`extractor doctor` lists "
@@ -162,8 +185,9 @@ class ServerWatch:
     def _require_alive(self) -> None:
         for rank in self._target.ranks:
             if not is_alive(rank.ready):
+                how = "was stopped" if self.is_draining else "died"
                 raise ServerGone(
-                    f"the server at {self._client.url} died: its process {rank.ready.pid} "
+                    f"the server at {self._client.url} {how}: its process {rank.ready.pid} "
                     f"is gone. {RESTART_ADVICE}"
                 )
 
@@ -194,6 +218,17 @@ class ServerWatch:
                     async with asyncio.timeout(ALIVE_INTERVAL_S):
                         await self._has_opened.wait()
                 self._has_opened.clear()
+
+    async def _ask_again_and_again(self) -> None:
+        """A server that is told to end goes on taking prompts, and ends when it has none left."""
+        while True:
+            await asyncio.sleep(DRAIN_INTERVAL_S)
+            if self.gate.num_in_flight or self.is_draining:
+                is_draining = await self._client.is_draining()
+                if is_draining is not None and is_draining != self.is_draining:
+                    now = asyncio.get_running_loop().time()
+                    self._draining_since = now if is_draining else None
+                    self._set_gate()
 
     async def _try(self) -> None:
         loop = asyncio.get_running_loop()

@@ -152,6 +152,7 @@ class FakeServer:
         self.requests: list[str] = []  # rids, in order of arrival
         self.aborted: list[str] = []
         self.peak_concurrency = 0
+        self.is_draining = False  # as SGLang after SIGTERM: it serves on, and says so at /health
         self._concurrency = 0
         self._chunk_tokens = chunk_tokens
         self._delay_s = delay_s
@@ -245,7 +246,7 @@ class FakeServer:
         )
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=503 if self.is_draining else 200)
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborted.append(orjson.loads(await request.read())["rid"])

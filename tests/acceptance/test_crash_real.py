@@ -1,4 +1,4 @@
-"""Kill -9 of the client, of a real SGLang server, and of both."""
+"""The end of the client, of a real SGLang server, and of both: kill -9, or told to end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from helpers import dumps_under, make_prompts, write_prompts
 
 from acceptance.real import Real, assert_same, real_server, stored
 from acceptance.tool import Tool, wait_until
+from extractor.errors import ServerGone
 from extractor.serve import free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.crash, pytest.mark.timeout(240)]
@@ -85,3 +86,21 @@ def test_a_server_that_is_killed_and_started_again_ends_as_an_undisturbed_one(
         assert tool("verify", out).returncode == 0
         assert dumps_under(root) == []
         assert list(root.rglob(".tmp-*")) == []
+
+
+def test_a_server_that_is_told_to_end_in_mid_run_ends(tmp_path: Path, tool: Tool) -> None:
+    """It takes prompts for as long as it gets them: the run must stop sending, and says why."""
+    prompts = make_prompts(6000, longest=120, vocabulary=500)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    out = tmp_path / "out"
+    with real_server(tmp_path) as server:
+        running = tool.start_run(path, out, server)
+        wait_until(lambda: stored(out) >= 20 or running.poll() is not None, what="20 rows stored")
+        server.process.terminate()
+        _, stderr = running.communicate(timeout=120)
+        assert running.returncode == ServerGone.exit_code, stderr
+        assert f"the server at {server.url} is being stopped" in stderr
+        assert f"the server at {server.url} was stopped: its process" in stderr
+        server.process.wait(60)
+        assert 20 <= stored(out) < len(prompts)
+        assert dumps_under(server.root) == []

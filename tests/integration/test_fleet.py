@@ -34,6 +34,7 @@ from extractor.errors import (
     ConfigMismatch,
     PluginError,
     ServerGone,
+    ServerLost,
     ServerUnreachable,
     UsageError,
     first_known,
@@ -42,7 +43,7 @@ from extractor.fleet import connections_each
 from extractor.measurements import Counters, ServerNow
 from extractor.run import RunSummary, run
 from extractor.serve import free_port
-from extractor.testing import FakeModel, FakeServer, Fault
+from extractor.testing import FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
 
 #: So that a server has not answered everything before it is killed.
@@ -387,6 +388,108 @@ async def test_a_server_that_serves_nothing_any_more_costs_no_row(
     assert has_left()
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
+
+
+# --- they are stopped -------------------------------------------------------------------------
+
+
+class Draining(FakeServer):
+    """Told to end at its eleventh request: it says so, and serves on."""
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.is_draining = self.is_draining or len(self.requests) == 10
+        return await super()._generate(request)
+
+
+@pytest.fixture
+def quick_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extractor.server_watch, "DRAIN_INTERVAL_S", 0.01)
+
+
+def told_to_stop(notes: Notes) -> bool:
+    return any("is being stopped" in message for message in notes.messages)
+
+
+@pytest.mark.usefixtures("quick_drains")
+async def test_a_server_that_is_being_stopped_gets_no_more_prompts(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    """SGLang serves on after SIGTERM for as long as it is sent anything."""
+    ending = Draining(dump_root, delay_s=0.02)
+    steady = Waiting(dump_root, after=30, until=lambda: told_to_stop(notes))
+    async with ending.running(), steady.running():
+        options = options_of([ending, steady], dump_root, path, tmp_path / "out")
+        await run(options, notes)
+    assert notes.of_servers == [("server_stopping", "warning", ending.url)]
+    sent = ordinals_sent(ending.requests), ordinals_sent(steady.requests)
+    assert sorted(sent[0] + sent[1]) == list(range(120))
+    assert len(sent[1]) > 30, "those that the other would have got"
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+@pytest.mark.usefixtures("quick_drains")
+async def test_a_server_that_is_not_stopped_after_all_is_used_again(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    """Or a proxy before it said so."""
+    server = Draining(dump_root, delay_s=0.02)
+
+    async def changes_its_mind() -> None:
+        while not told_to_stop(notes):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        server.is_draining = False
+
+    async with server.running(), asyncio.TaskGroup() as tasks:
+        tasks.create_task(changes_its_mind())
+        await run(options_of([server], dump_root, path, tmp_path / "out"), notes)
+    assert notes.of_servers == [
+        ("server_stopping", "warning", server.url),
+        ("server_back", "info", server.url),
+    ]
+    assert_whole(tmp_path / "out", prompts)
+
+
+@pytest.mark.usefixtures("quick_drains")
+async def test_a_server_that_is_being_stopped_and_never_ends_is_given_up(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    monkeypatch.setattr(extractor.server_watch, "USELESS_AFTER_S", 0.1)
+    server = Draining(dump_root, delay_s=0.02)
+    async with server.running():
+        error = await ends_with(run(options_of([server], dump_root, path, tmp_path / "out"), notes))
+    assert isinstance(error, ServerLost)
+    assert "is being stopped, and has not ended" in str(error)
+
+
+@pytest.mark.usefixtures("quick_drains")
+async def test_no_prompt_is_blamed_for_the_end_of_a_server_that_was_stopped(
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: list[Ids],
+    path: Path,
+) -> None:
+    """Whoever stops it may lose patience, and kill it with prompts unanswered."""
+    ending = Draining(dump_root, faults=faults_once({5: Fault.SILENT}))
+    steady = Waiting(dump_root, after=30, until=lambda: told_to_stop(notes))
+    monkeypatch.setattr(
+        extractor.server_watch,
+        "is_alive",
+        lambda ready: ready.boot_id != ending.boot_id or not told_to_stop(notes),
+    )
+    monkeypatch.setattr(extractor.fleet, "is_convicted", lambda **facts: pytest.fail(str(facts)))
+    async with ending.running(), steady.running():
+        await run(options_of([ending, steady], dump_root, path, tmp_path / "out"), notes)
+    assert any("was stopped: its process" in message for message in notes.messages)
+    assert ("server_back", "info", ending.url) not in notes.of_servers, (
+        "it serves, but not for long"
+    )
+    assert_whole(tmp_path / "out", prompts)
+
+
+# --- they all go ------------------------------------------------------------------------------
 
 
 async def test_when_the_last_server_dies_the_run_ends_and_the_same_command_goes_on(
