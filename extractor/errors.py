@@ -117,6 +117,8 @@ LEAF_ERRORS: Final[tuple[tuple[type[Exception], int], ...]] = (
 
 _SPACE_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN_ERRNOS: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+#: The path's own fault, where it is somebody's to name; else it is the disk's.
+NO_SUCH_PATH_ERRNOS: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _GO_ON: Final = "Nothing that is stored is lost"
 
 
@@ -151,6 +153,8 @@ def exit_code(error: BaseException) -> int | None:
     if is_out_of_space(error):
         return SpaceError.exit_code
     if isinstance(error, PermissionError | FileNotFoundError | IsADirectoryError):
+        return UsageError.exit_code
+    if isinstance(error, OSError) and error.errno in NO_SUCH_PATH_ERRNOS:
         return UsageError.exit_code
     return None
 

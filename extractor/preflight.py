@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from extractor.config import Layout, RunOptions
 from extractor.copying import SampleFault, check_tokens
 from extractor.engine import boundaries_of
 from extractor.errors import (
+    NO_SUCH_PATH_ERRNOS,
     ConfigMismatch,
     PluginError,
     ServerLost,
@@ -48,8 +48,6 @@ NETWORK_FILE_SYSTEMS = (
 )  # fmt: skip
 #: Free space below which a run is not begun.
 LEAST_FREE_BYTES = 64 << 20
-#: Of a directory that cannot be made, the path's own fault; else it is the disk's.
-_NO_SUCH_PATH_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +333,7 @@ def prepare_out(out: Path) -> None:
             raise UsageError(f"{out} is a file; name a directory with --out")
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in _NO_SUCH_PATH_ERRNOS:
+        if error.errno in NO_SUCH_PATH_ERRNOS:
             raise UsageError(
                 f"{out}: cannot be made ({error.strerror}); name another --out"
             ) from error

@@ -457,3 +457,19 @@ def test_example_prompts_are_what_the_demo_says() -> None:
             broken += 1
     assert len(rows) >= 48
     assert broken == 1
+
+
+@pytest.mark.parametrize(
+    "command", [("run", "p.jsonl", "--tokenizer", "none", "--out"), ("status",), ("verify",)]
+)
+@pytest.mark.parametrize("out", ["x" * 300, "p.jsonl/out"])
+def test_an_out_that_cannot_be_is_told_in_a_line(
+    tmp_path: Path, tool: Tool, command: tuple[str, ...], out: str
+) -> None:
+    rows = tmp_path / "p.jsonl"
+    rows.write_text('{"input_ids": [5, 6, 7]}\n')
+    words = [tmp_path / word if word == "p.jsonl" else word for word in command]
+    ran = tool(*words, tmp_path / out)
+    assert ran.returncode == 2, ran.stderr
+    assert str(tmp_path / out) in ran.stderr
+    assert "Traceback" not in ran.stderr
