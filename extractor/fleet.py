@@ -336,9 +336,9 @@ class Fleet:
                     require_alike(other, target)
                 require_no_stricter(self.limits, target)
                 require_dump_directory(target.ranks)
-                await require_probe(member.client, target, run_id=self._run_id)
-                if await member.client.is_draining():
+                if await member.client.is_draining():  # a probe would only keep it from its end
                     raise ServerUnreachable(f"the server at {member.url} is being stopped")
+                await require_probe(member.client, target, run_id=self._run_id)
                 return target
             except ServerUnreachable:
                 pass  # which the run has told already
