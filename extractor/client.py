@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -168,13 +168,8 @@ class Client:
 
     async def is_healthy(self) -> bool:
         """Whether the server says it can generate. Runs a one-token forward of its own."""
-        try:
-            async with self._http.get(
-                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=INFO_TIMEOUT_S)
-            ) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, ConnectionError):
-            return False
+        status, _ = await self._health()
+        return status == 200
 
     async def is_draining(self) -> bool | None:
         """Whether the server is being stopped: it answers what it has, and then ends. None where
@@ -183,17 +178,22 @@ class Client:
         SGLang says 503 at /health from then on, at once; later than that, 503 means no more than
         that the forward which such a question may cost took too long.
         """
+        status, took_s = await self._health()
+        if status == 503 and took_s < AT_ONCE_S:
+            return True
+        return False if status == 200 else None
+
+    async def _health(self) -> tuple[int | None, float]:
+        """The HTTP status of /health, None without an answer; and the seconds that it took."""
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
-        try:
+        status: int | None = None
+        with suppress(aiohttp.ClientError, TimeoutError, ConnectionError):
             async with self._http.get(
                 f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=INFO_TIMEOUT_S)
             ) as response:
-                if response.status == 503 and loop.time() - asked_at < AT_ONCE_S:
-                    return True
-                return False if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, ConnectionError):
-            return None
+                status = response.status
+        return status, loop.time() - asked_at
 
     async def _get(self, path: str, *, timeout_s: float = INFO_TIMEOUT_S) -> dict[str, Any]:
         try:

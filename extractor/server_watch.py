@@ -120,33 +120,35 @@ class ServerWatch:
 
     def _set_gate(self) -> None:
         self.gate.limit = self.limiter.limit
-        if self._breaker.is_open:
-            if self.gate.is_open:
-                self._say(
-                    f"the server at {self._client.url} serves nothing (last: "
-                    f"{self._last_trouble}); its prompts wait, and a probe goes on asking",
-                    event="server_silent",
-                    level="warning",
-                    server=self._client.url,
-                )
-            self._has_opened.set()
-        elif self.is_draining:
-            if self.gate.is_open:
-                self._say(
-                    f"the server at {self._client.url} is being stopped; it gets no more prompts, "
-                    "so that it can end",
-                    event="server_stopping",
-                    level="warning",
-                    server=self._client.url,
-                )
-        elif not self.gate.is_open:
-            self._say(
-                f"the server at {self._client.url} serves again",
-                event="server_back",
-                server=self._client.url,
-            )
+        was_open = self.gate.is_open
         self.gate.is_open = not (self._breaker.is_open or self.is_draining)
+        if self._breaker.is_open:
+            self._has_opened.set()
+        if was_open != self.gate.is_open:
+            self._tell_gate()
         self._turns.wake()
+
+    def _tell_gate(self) -> None:
+        """That the gate was opened or shut, and why."""
+        url = self._client.url
+        if self.gate.is_open:
+            self._say(f"the server at {url} serves again", event="server_back", server=url)
+        elif self._breaker.is_open:
+            self._say(
+                f"the server at {url} serves nothing (last: {self._last_trouble}); its prompts "
+                "wait, and a probe goes on asking",
+                event="server_silent",
+                level="warning",
+                server=url,
+            )
+        else:
+            self._say(
+                f"the server at {url} is being stopped; it gets no more prompts, so that it can "
+                "end",
+                event="server_stopping",
+                level="warning",
+                server=url,
+            )
 
     def note_space(self, problem: str | None) -> None:
         """Learn whether the last dump found no room under the dump root."""

@@ -39,11 +39,11 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
         with suppress(KeyboardInterrupt):  # the usual way to leave
             _watch(out)
         return
+    if as_json:
+        print_json(read_status(out, all_failures=all_failures).to_document())
+        return
     look = Watcher(out).look()  # first: what ends meanwhile may be told as at work, not the reverse
     status = read_status(out, all_failures=all_failures)
-    if as_json:
-        print_json(status.to_document())
-        return
     identity = status.identity
     click.echo(f"{out}: {standing(look)}")
     click.echo(
