@@ -18,8 +18,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.command import (
     add_server,
     child,
@@ -29,7 +27,7 @@ from benchmarks.command import (
     run_command,
     session_of,
 )
-from benchmarks.load import random_prompts, serving_ranks
+from benchmarks.load import prompts_for
 from benchmarks.sinks import write_prompts
 
 AUTO = "auto"
@@ -93,21 +91,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=number_from(1), default=3, help="of all settings")
     parser.add_argument("--json", type=Path, help="where the figures go too")
     options = parser.parse_args()
-    vocab_size = serving_ranks(options.dump_dir)[0].ready.vocab_size
+    rows = prompts_for(options.dump_dir, options.prompts, num_tokens=options.prompt_tokens)
     options.out.mkdir(parents=True, exist_ok=True)
     measured: list[Measured] = []
     order = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="concurrency-") as directory:
         prompts = Path(directory) / "prompts.jsonl"
-        write_prompts(
-            prompts,
-            random_prompts(
-                options.prompts,
-                num_tokens=options.prompt_tokens,
-                vocab_size=vocab_size,
-                generator=np.random.default_rng(0),
-            ),
-        )
+        write_prompts(prompts, rows)
         run_once(-1, "16", prompts, options)  # the server's first requests are its slowest
         for number in range(options.rounds):
             for setting in order.sample((*options.fixed, AUTO), len(options.fixed) + 1):

@@ -44,6 +44,17 @@ def random_prompts(
     ]
 
 
+def prompts_for(dump_root: Path, count: int, *, num_tokens: int) -> list[Prompt]:
+    """Random prompts for the server that dumps there, the same each time. Raises Failed if there
+    is none."""
+    return random_prompts(
+        count,
+        num_tokens=num_tokens,
+        vocab_size=serving_ranks(dump_root)[0].ready.vocab_size,
+        generator=np.random.default_rng(0),
+    )
+
+
 async def prefill_s(url: str, prompts: Sequence[Prompt], *, concurrency: int) -> float:
     """Seconds to prefill all `prompts`. Rids are ours, so a server with the plugin dumps them.
 

@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from benchmarks.command import (
     add_server,
     child,
@@ -36,7 +34,7 @@ from benchmarks.command import (
     run_command,
     session_of,
 )
-from benchmarks.load import random_prompts, serving_ranks
+from benchmarks.load import prompts_for
 from benchmarks.sinks import write_prompts
 from extractor.live import read_live
 
@@ -172,12 +170,7 @@ def main() -> None:
         prompts = work / "prompts.jsonl"
         write_prompts(
             prompts,
-            random_prompts(
-                options.prompts,
-                num_tokens=options.prompt_tokens,
-                vocab_size=serving_ranks(options.dump_dir)[0].ready.vocab_size,
-                generator=np.random.default_rng(0),
-            ),
+            prompts_for(options.dump_dir, options.prompts, num_tokens=options.prompt_tokens),
         )
         session, seen = run(options, prompts, work / "fast")
         show("the disk as it is", session, seen)
