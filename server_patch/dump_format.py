@@ -38,7 +38,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -99,6 +99,8 @@ class DumpHeader:
     boot_id: str
     rank: int  # data-parallel rank
     counter: int  # number of this file within its rank; a name, never a key
+    #: Id of the weights that the forward ran on, as in READY.json; None from an older plugin.
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         if not self.rid:
@@ -179,6 +181,18 @@ class Ready:
     kv_cache_dtype: str | None = None
     #: What /proc/self/ns/pid links to: `pid` means something to processes of that namespace only.
     pid_namespace: str | None = None
+    #: Id of the weights in memory: the fingerprint of their bytes at load, over all ranks of this
+    #: replica, followed by `+` and a random part once they have been updated in place. None where
+    #: it could not be computed.
+    weights: str | None = None
+    #: Digest of name, dtype and shape of every tensor on every rank. Fingerprints are comparable
+    #: only between equal layouts: another tensor-parallel size stores other slices.
+    weights_layout: str | None = None
+    weights_s: float | None = None  # seconds the fingerprint took
+    weight_version: str | None = None  # the engine's own label, repeated in each of its replies
+    #: Engine settings that may change numbers, as the engine resolved them: name -> value as text.
+    #: A setting that is off or unset is left out.
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def tensor_shapes(
@@ -222,6 +236,7 @@ def encode_header(header: DumpHeader) -> bytes:
             "boot_id": header.boot_id,
             "rank": str(header.rank),
             "counter": str(header.counter),
+            **({} if header.weights is None else {"weights": header.weights}),
         }
     }
     for name, (dtype, shape) in header.tensor_shapes().items():
@@ -272,6 +287,7 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
             boot_id=str(metadata["boot_id"]),
             rank=int(metadata["rank"]),
             counter=int(metadata["counter"]),
+            weights=str(metadata["weights"]) if "weights" in metadata else None,
         )
     except DumpFormatError:
         raise
@@ -397,11 +413,13 @@ def decode_ready(data: bytes) -> Ready:
             "install the same version on both sides"
         )
     try:
-        known = {field.name for field in fields(Ready)}
+        known = {known.name for known in fields(Ready)}
         values = {name: value for name, value in document.items() if name in known}
         values["boundaries"] = tuple(int(b) for b in values["boundaries"])
+        settings = values.get("settings", {})
+        values["settings"] = {str(name): str(value) for name, value in settings.items()}
         return Ready(**values)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DumpFormatError(f"unreadable {READY_NAME}: {error!r}") from error
 
 
