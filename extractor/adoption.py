@@ -10,22 +10,30 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from extractor.collect import DumpFile, DumpPiece, DumpWatcher, Rank
-from extractor.config import Identity
+from extractor.config import Layout
 from extractor.plan import ordinal_of
 from extractor.verify import check_header
 from manifest.correlate import Piece, Tiling, tile
+from server_patch.dump_format import Ready
 
 #: Pieces of one request after another, by the row that they are of.
 Adoptable = Mapping[int, Sequence[Sequence[DumpPiece]]]
 
 
 def find_adoptable(
-    ranks: Sequence[Rank], *, run_id: str, identity: Identity, is_wanted: Callable[[int], bool]
+    ranks: Sequence[Rank],
+    *,
+    run_id: str,
+    layout: Layout,
+    is_fit: Callable[[Ready], bool],
+    is_wanted: Callable[[int], bool],
 ) -> Adoptable:
-    """The dumps of this run under `ranks` whose rows are wanted and whose layout fits."""
+    """The dumps of this run under `ranks` whose rows are wanted and whose layout fits.
+
+    `is_fit`: whether rows that this writer computed may be stored."""
     by_rid: dict[str, list[DumpPiece]] = {}
     for rank in ranks:
-        if not _fits(rank, identity):
+        if Layout.of(rank.ready) != layout or not is_fit(rank.ready):
             continue
         with suppress(FileNotFoundError):  # somebody else removes the directory of a dead server
             for _, arrival in DumpWatcher([rank]).poll():
@@ -33,7 +41,9 @@ def find_adoptable(
                     continue
                 header = arrival.dump.header
                 ordinal = ordinal_of(header.rid, run_id=run_id)
-                if ordinal is None or not is_wanted(ordinal) or check_header(header, rank.ready):
+                if ordinal is None or not is_wanted(ordinal):
+                    continue
+                if check_header(header, rank.ready) or header.weights != rank.ready.weights:
                     continue
                 piece = Piece(start=header.start, rows=header.rows, handle=arrival)
                 by_rid.setdefault(header.rid, []).append(piece)
@@ -51,13 +61,3 @@ def whole(requests: Sequence[Sequence[DumpPiece]], num_tokens: int) -> Sequence[
         if tile(pieces, num_tokens) is Tiling.COMPLETE:
             return pieces
     return None
-
-
-def _fits(rank: Rank, identity: Identity) -> bool:
-    ready = rank.ready
-    return (
-        ready.config_digest == identity.config_digest
-        and ready.quantization == identity.quantization
-        and (ready.boundaries, ready.hidden_size, ready.dtype, ready.last_kind)
-        == (identity.boundaries, identity.hidden_size, identity.dtype, identity.last_kind)
-    )

@@ -246,10 +246,7 @@ class _Auditor:
         except OSError as error:
             self._find(FindingKind.PROVENANCE, f"{path}: {error.strerror}")
             return
-        # The engine's version is all that the manifest does not hold.
-        prefix = b'"engine_version": "'
-        version = stated.partition(prefix)[2].partition(b'"')[0].decode(errors="replace")
-        if stated != dataset_document(self._identity, engine_version=version):
+        if stated != dataset_document(self._identity, self._store.server_starts()):
             self._find(FindingKind.PROVENANCE, f"{path} differs from what the manifest says")
 
     # --- shards ------------------------------------------------------------------------------

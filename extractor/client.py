@@ -60,6 +60,7 @@ class ServerFacts:
     max_input_tokens: int | None  # prompts of this length and more are refused or cut
     max_requests: int | None  # in flight that it can make use of: running and queued
     version: str
+    weight_version: str | None = None  # the engine's label of its weights
 
 
 class Client:
@@ -149,6 +150,7 @@ class Client:
                 context_length=_optional_int(info.get("context_length")),
                 max_input_tokens=_optional_int(info.get("max_req_input_len")),
                 max_requests=_max_requests(info),
+                weight_version=_optional_text(model.get("weight_version")),
                 version=str(info.get("version", "unknown")),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -293,6 +295,7 @@ def _reply_facts(data: bytes, *, rid: str) -> ReplyFacts | Failure:
             cached_tokens=int(meta.get("cached_tokens") or 0),
             finish_type=finish.get("type"),
             finish_message=str(finish.get("message", ""))[:200],
+            weight_version=_optional_text(meta.get("weight_version")),
         )
     except (AssertionError, KeyError, TypeError, ValueError, AttributeError):
         return Failure(reason=Reason.SERVER_ERROR, detail="the answer is not SGLang's")
@@ -339,6 +342,10 @@ def _max_requests(info: Mapping[str, Any]) -> int | None:
     return sum(
         number + (number if queued is None else queued) for number in running if number is not None
     )
+
+
+def _optional_text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def _optional_int(value: object) -> int | None:

@@ -16,14 +16,14 @@ from extractor.collect import (
     ErrorFile,
     Rank,
 )
-from extractor.errors import PluginError, ServerError
+from extractor.errors import ConfigMismatch, PluginError, ServerError
 from extractor.files import unlink_all
 from extractor.retry import Failure
 from extractor.verify import check_header
 from extractor.writers import is_alive, scan_writers
 from manifest.correlate import Correlator, Match, Piece
 from manifest.states import Reason
-from server_patch.dump_format import TEMPORARY_PREFIX
+from server_patch.dump_format import TEMPORARY_PREFIX, DumpHeader, Ready
 
 #: So small a dump is read with its header: opening it a second time would cost more than its bytes,
 #: of which no more are kept than of the prompts under way.
@@ -76,13 +76,17 @@ class Collector:
                 self._remove(outcome)
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises PluginError when a dump directory is gone."""
+        """Watch until cancelled. Raises as `poll`."""
         while True:
             self.poll()
             await self._watcher.wait()
 
     def poll(self) -> None:
-        """Take in what arrived since the last look."""
+        """Take in what arrived since the last look.
+
+        Raises PluginError when a dump directory is gone, ConfigMismatch when a request that is
+        waited for ran on other weights than those announced.
+        """
         try:
             arrivals = self._watcher.poll()
         except FileNotFoundError as error:
@@ -152,6 +156,8 @@ class Collector:
                 )
                 return
             case Match.COMPLETE | Match.WAITING as match:
+                if header.weights != rank.ready.weights:
+                    raise ConfigMismatch(_weights_changed(header, rank.ready))
                 failure = check_header(header, rank.ready)
                 if failure is not None:
                     self._settle(header.rid, failure)
@@ -173,6 +179,15 @@ class Collector:
     @staticmethod
     def _remove(pieces: Sequence[DumpPiece]) -> None:
         unlink_all(piece.handle.path for piece in pieces)
+
+
+def _weights_changed(header: DumpHeader, ready: Ready) -> str:
+    return (
+        f"the weights of the server on port {ready.port} were updated during the run: they were "
+        f"{ready.weights} when it began, request {header.rid} ran on {header.weights}. No row of "
+        "the new weights was stored. Load the old weights again and run the same command, or use "
+        "another --out."
+    )
 
 
 def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str) -> None:

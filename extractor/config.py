@@ -34,6 +34,16 @@ class Layout:
     dtype: str  # safetensors name: BF16, F16 or F32
     last_kind: str  # post, pre or both
 
+    @classmethod
+    def of(cls, ready: Ready) -> Layout:
+        """Shape of the states that a writer announced."""
+        return cls(
+            boundaries=ready.boundaries,
+            hidden_size=ready.hidden_size,
+            dtype=ready.dtype,
+            last_kind=ready.last_kind,
+        )
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names of the state tensors, in file order."""
@@ -144,12 +154,12 @@ class Identity:
 
         `other_inputs`: in which way the inputs differ, if they do, where that is known.
         """
-        # A model that was moved is still the same model: its configuration's digest decides.
+        # What the server computes with may change by the user's choice: see provenance.py.
         before, now = begun_with._comparable(), self._comparable()
         differences = [
             f"  {name}: {out} has {_shown(before.get(name))}, this run has {_shown(now.get(name))}"
             for name in dict.fromkeys((*before, *now))
-            if name != "model"
+            if name not in _OF_THE_SERVER
             and before.get(name) != now.get(name)
             and not (name == "inputs" and other_inputs)
         ]
@@ -161,6 +171,11 @@ class Identity:
                 + "\n".join(differences)
                 + "\nUse the old configuration, or another --out."
             )
+
+
+#: Fields of an identity that say which model a server computed with. A model that was moved is
+#: still the same one; for all else, extractor/provenance.py compares every start of a server.
+_OF_THE_SERVER = ("model", "architecture", "config_digest", "quantization")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +201,7 @@ class RunOptions:
     layers: str | None = None  # eagle3, or boundary indices as in "3,31,59"
     last_kind: str | None = None
     retry_failed: bool = False  # rows that an earlier session gave up are tried again
+    allow_model_change: bool = False  # go on with a server that computes something else
     # What the prompts are; part of the data set's identity.
     reading: ReadingOptions = DEFAULTS
     policy: Policy = DEFAULT_POLICY

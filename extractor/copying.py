@@ -88,6 +88,15 @@ def check_tokens(prompt: Prompt, piece: DumpPiece) -> None:
         _check_ids(prompt, piece, source)
 
 
+def tensor_bytes(piece: DumpPiece, name: str) -> bytes:
+    """One tensor of a piece's dump, whole. Raises SampleFault when the dump vanished or was cut."""
+    span = piece.handle.dump.tensors[name]
+    data = bytearray(span.size_bytes)
+    with _opened(piece) as source, _still_whole(piece):
+        read_into(source, memoryview(data), span.begin)
+    return bytes(data)
+
+
 def _check_ids(prompt: Prompt, piece: DumpPiece, source: int | bytes) -> None:
     span = piece.handle.dump.tensors["input_ids"]
     data = bytearray(span.size_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -9,20 +10,22 @@ import orjson
 from extractor import __version__
 from extractor.config import Identity
 from extractor.shard_format import SHARD_FORMAT_VERSION
+from manifest.records import ServerStart
 
 
-def dataset_document(identity: Identity, *, engine_version: str) -> bytes:
+def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes:
     """Provenance as JSON; layer numbers in both conventions, so that nobody has to guess.
 
     `boundaries`: index b is the residual stream entering layer b (Hugging Face `hidden_states[b]`).
     `layer_outputs`: the same states as outputs of layers, b - 1 (SpecForge, TorchSpec and others).
+    `sessions`: see `sessions_document`.
     """
     document: dict[str, Any] = {
         "format": "hidden-state-extractor",
         "format_version": SHARD_FORMAT_VERSION,
         "tool_version": __version__,
         "engine": "sglang",
-        "engine_version": engine_version,
+        "engine_version": starts[-1].facts.get("engine_version") if starts else None,
         "model": identity.model,
         "architecture": identity.architecture,
         "config_digest": identity.config_digest,
@@ -38,5 +41,28 @@ def dataset_document(identity: Identity, *, engine_version: str) -> bytes:
         "template_digest": identity.template_digest,
         "reading": dict(identity.reading),
         "inputs": list(identity.inputs),
+        "sessions": sessions_document(starts),
     }
     return orjson.dumps(document, option=orjson.OPT_INDENT_2)
+
+
+def sessions_document(starts: Sequence[ServerStart]) -> list[dict[str, Any]]:
+    """The sessions of a data set, each with the starts of servers that it extracted from.
+
+    `canary_error`: how far its canary is from the reference (extractor/canary.py), null where it is
+    the reference. `accepted`: the facts that the user let change with it.
+    """
+    sessions: dict[int, list[dict[str, Any]]] = {}
+    for start in starts:
+        sessions.setdefault(start.session, []).append(
+            {
+                "number": start.number,
+                "used_at": start.used_at,
+                "url": start.url,
+                "boot_id": start.boot_id,
+                "canary_error": start.canary_error,
+                "accepted": list(start.accepted),
+                **start.facts,
+            }
+        )
+    return [{"session": number, "servers": servers} for number, servers in sessions.items()]

@@ -27,7 +27,6 @@ from extractor.places import LIGHT_BYTES, num_places
 from extractor.plan import Limits, Request
 from extractor.preflight import (
     Target,
-    layout_of,
     shm_budget,
 )
 from extractor.progress import Reporter
@@ -138,7 +137,7 @@ async def _surroundings(
     return _Surroundings(
         tokenizer=options.tokenizer or targets[0].facts.tokenizer_path,
         limits=Limits.strictest([target.limits for target in targets]),
-        layout=layout_of(targets[0].ready),
+        layout=Layout.of(targets[0].ready),
         targets=targets,
     )
 

@@ -12,7 +12,7 @@ from extractor.client import Client
 from extractor.collector import LATE_DUMPS_S, Collected, Collector, remove_unfinished
 from extractor.concurrency import Limiter
 from extractor.config import Layout, RunOptions
-from extractor.errors import ServerError
+from extractor.errors import ConfigMismatch, ServerError
 from extractor.files import free_bytes
 from extractor.measurements import Counters, Stage
 from extractor.plan import Request, dump_bytes, make_rid, rid_prefix
@@ -227,6 +227,7 @@ class Exchange:
             self.forget(ordinal)
         if not isinstance(reply, Failure):
             self._counters.stages[Stage.REQUEST].add(asyncio.get_running_loop().time() - sent_at)
+            self._require_weight_version(reply)
             reply = check_reply(reply, num_tokens=request.prompt.num_tokens) or reply
         self.watch.note(reply, sent_at=sent_at, num_tokens=request.prompt.num_tokens)
         if turn.is_alone and ordinal in self._unanswered:
@@ -243,6 +244,19 @@ class Exchange:
             # It may still be at work on it, after a time-out of ours.
             await self._client.abort(request.rid)
         return reply
+
+    def _require_weight_version(self, reply: ReplyFacts) -> None:
+        """Raise ConfigMismatch, which ends the run, for a reply of other weights than at its start.
+
+        The dumps name the weights as well; this is the engine's own word.
+        """
+        before = self.target.facts.weight_version
+        if None not in (before, reply.weight_version) and reply.weight_version != before:
+            raise ConfigMismatch(
+                f"{self._client.url} changed its weight version during the run: {before!r} when it "
+                f"began, now {reply.weight_version!r}. No row of the new weights was stored. Load "
+                "the old weights again and run the same command, or use another --out."
+            )
 
     def end(self) -> Sequence[Unanswered]:
         """The server is lost: break off what is under way. The prompts that it had not answered."""

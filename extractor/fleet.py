@@ -22,13 +22,14 @@ from extractor.client import Client
 from extractor.collect import Rank
 from extractor.collector import Collected
 from extractor.concurrency import MOST_LIMIT, Auto, Fixed, Limiter
-from extractor.config import Identity, RunOptions
+from extractor.config import Layout, RunOptions
 from extractor.errors import ExtractorError, ServerError, ServerGone, ServerUnreachable, first_known
 from extractor.exchange import Exchange, Unanswered
 from extractor.measurements import Counters, ServerNow
 from extractor.plan import Limits
 from extractor.preflight import Target, require_dump_directory, require_probe
 from extractor.progress import Say
+from extractor.provenance import Provenance
 from extractor.retry import Failure, is_convicted
 from extractor.tables import counted
 from extractor.targets import require_alike, require_no_stricter, require_target
@@ -130,7 +131,8 @@ class Fleet:
         *,
         options: RunOptions,
         members: Sequence[Member],
-        identity: Identity,
+        layout: Layout,
+        provenance: Provenance,
         owner: StoreOwner,
         counters: Counters,
         run_id: str,
@@ -143,7 +145,8 @@ class Fleet:
         told whenever the number of prompts that should be kept ready changes."""
         self.members = tuple(members)
         self._options = options
-        self._identity = identity
+        self._layout = layout
+        self._provenance = provenance
         self._owner = owner
         self._counters = counters
         self._run_id = run_id
@@ -272,7 +275,7 @@ class Fleet:
             owner=self._owner,
             counters=self._counters,
             run_id=self._run_id,
-            layout=self._identity.layout,
+            layout=self._layout,
             limiter=self._limiter(target),
             turns=self._turns,
             say=self._say,
@@ -338,7 +341,14 @@ class Fleet:
                 require_dump_directory(target.ranks)
                 if await member.client.is_draining():  # a probe would only keep it from its end
                     raise ServerUnreachable(f"the server at {member.url} is being stopped")
-                await require_probe(member.client, target, run_id=self._run_id)
+                self._provenance.check(target)
+                canary = await require_probe(
+                    member.client,
+                    target,
+                    run_id=self._run_id,
+                    canary_ids=self._provenance.canary_ids,
+                )
+                await self._provenance.add(target, canary)
                 return target
             except ServerUnreachable:
                 pass  # which the run has told already

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from extractor.collect import DumpPiece
@@ -64,12 +64,13 @@ class Mover:
         next_number: Callable[[], int],
         rows_left: Callable[[], int],
         count_stored: Callable[[Prompt], None] = lambda prompt: None,
+        server_of: Callable[[str], int | None] = lambda boot_id: None,
         stages: Stages | None = None,
         group_bytes: int = GROUP_BYTES,
     ) -> None:
-        """`count_stored`: called once for each sample that the manifest has as stored. `stages`:
-        where it is counted how long things take. `group_bytes`: a group ends with the sample that
-        reaches them."""
+        """`count_stored`: called once for each sample that the manifest has as stored. `server_of`:
+        boot id -> number of the server start on record. `stages`: where it is counted how long
+        things take. `group_bytes`: a group ends with the sample that reaches them."""
         self._group_bytes = group_bytes
         self._stages = new_stages() if stages is None else stages
         self._settings = settings
@@ -78,6 +79,7 @@ class Mover:
         self._next_number = next_number
         self._rows_left = rows_left
         self._count_stored = count_stored
+        self._server_of = server_of
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         # One copies, and is the only one to touch the writer; one removes dumps meanwhile.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="mover")
@@ -205,7 +207,9 @@ class Mover:
             began = time.monotonic()
             self._stages[Stage.MOVER_WAIT].add(began - job.queued_at)
             try:
-                outcomes.append(writer.append(job.prompt, job.pieces))
+                stored = writer.append(job.prompt, job.pieces)
+                boot_id = job.pieces[0].handle.dump.header.boot_id
+                outcomes.append(replace(stored, server=self._server_of(boot_id)))
             except SampleFault as fault:
                 outcomes.append(fault.failure)
             self._stages[Stage.COPY].add(time.monotonic() - began)
@@ -273,6 +277,7 @@ class Movers:
         next_number: int,
         rows_left: Callable[[], int],
         count_stored: Callable[[Prompt], None],
+        server_of: Callable[[str], int | None] = lambda boot_id: None,
         stages: Stages | None = None,
         budget_bytes: int | None = None,
     ) -> None:
@@ -292,6 +297,7 @@ class Movers:
                 next_number=lambda: next(numbers),
                 rows_left=rows_left,
                 count_stored=count_stored,
+                server_of=server_of,
                 stages=stages,
                 group_bytes=group_bytes,
             )

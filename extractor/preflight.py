@@ -11,12 +11,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
+import numpy.typing as npt
 
+from extractor.canary import canary_ids as canary_new_ids
+from extractor.canary import encode_canary
 from extractor.client import Client, ServerFacts, wait_until_answering
 from extractor.collect import Rank
 from extractor.collector import Collector
 from extractor.config import Layout, RunOptions
-from extractor.copying import SampleFault, check_tokens
+from extractor.copying import SampleFault, check_tokens, tensor_bytes
 from extractor.engine import boundaries_of
 from extractor.errors import (
     NO_SUCH_PATH_ERRNOS,
@@ -160,40 +163,55 @@ def limits_of(facts: ServerFacts, ready: Ready) -> Limits:
     )
 
 
-async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
-    """Send one small prompt and see its dump arrive, whole and with its tokens.
+async def require_probe(
+    client: Client, target: Target, *, run_id: str, canary_ids: Sequence[int] | None = None
+) -> bytes:
+    """Send the canary and see its dump arrive, whole and with its tokens; its states, encoded.
 
-    Raises PluginError: the one proof that the plugin is really at work in the server that we
-    talk to.
+    `canary_ids`: tokens to send; None: those of a new canary. Raises PluginError: the one proof
+    that the plugin is really at work in the server that we talk to.
     """
-    request = probe_request(run_id, vocab_size=target.limits.vocab_size)
+    request = probe_request(
+        run_id,
+        canary_new_ids(
+            vocab_size=target.limits.vocab_size, max_tokens=target.limits.max_prompt_tokens
+        )
+        if canary_ids is None
+        else np.array(canary_ids, dtype=np.int32),
+    )
     # Of the probe alone: what earlier sessions left is not the probe's to remove.
     collector = Collector(target.ranks, rid_prefix=request.rid)
     try:
-        await _probe(client, target, collector, request)
+        return await _probe(client, target, collector, request)
     finally:
         if collector.abandoned:
             await client.abort(request.rid)
         await collector.clear()
 
 
-def probe_request(run_id: str, *, vocab_size: int) -> Request:
-    """A few tokens that every model takes; of no row, so that its dump is nobody's sample."""
+def probe_ids(*, vocab_size: int) -> npt.NDArray[np.int32]:
+    """A few tokens that every model takes."""
+    return np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size
+
+
+def probe_request(run_id: str, input_ids: npt.NDArray[np.int32]) -> Request:
+    """A request that belongs to no row, so that its dump never becomes a sample."""
     prompt = Prompt(
         ordinal=0,
         source="probe",
         line=0,
         label=None,
-        input_ids=np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size,
-        loss_mask=np.zeros(PROBE_TOKENS, dtype=np.uint8),
+        input_ids=input_ids,
+        loss_mask=np.zeros(len(input_ids), dtype=np.uint8),
     )
     session_id = PROBE_SESSION + secrets.token_hex(4)
     rid = make_rid(run_id=run_id, session_id=session_id, ordinal=0, attempt=1)
     return Request(rid=rid, prompt=prompt)
 
 
-async def _probe(client: Client, target: Target, collector: Collector, request: Request) -> None:
-    collected = collector.expect(request.rid, num_tokens=PROBE_TOKENS)
+async def _probe(client: Client, target: Target, collector: Collector, request: Request) -> bytes:
+    num_tokens = request.prompt.num_tokens
+    collected = collector.expect(request.rid, num_tokens=num_tokens)
     refused = ""
     watching = asyncio.create_task(collector.run(), name="probe-collector")
     try:
@@ -209,7 +227,7 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
                 if not reply.is_unanswered:
                     collector.abandoned.discard(request.rid)
                 raise PluginError(f"the probe prompt failed: {reply.detail}")
-            if (failure := check_reply(reply, num_tokens=PROBE_TOKENS)) is not None:
+            if (failure := check_reply(reply, num_tokens=num_tokens)) is not None:
                 raise PluginError(f"the probe prompt failed: {failure.detail}")
             either: set[asyncio.Future[Any]] = {collected, watching}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -234,6 +252,13 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
     try:
         for piece in outcome:
             check_tokens(request.prompt, piece)
+        return encode_canary(
+            outcome[0].handle.dump.header,
+            {
+                name: b"".join(tensor_bytes(piece, name) for piece in outcome)
+                for name in outcome[0].handle.dump.tensors
+            },
+        )
     except SampleFault as fault:
         raise PluginError(f"the probe prompt's dump is no good: {fault}") from fault
 
@@ -262,7 +287,7 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
     free = room.free_bytes
     budget = free // 2 if wanted is None else wanted
     num_tokens = min(1024, limits.max_prompt_tokens)
-    least = dump_bytes(num_tokens, layout_of(ready), limits)
+    least = dump_bytes(num_tokens, Layout.of(ready), limits)
     hint = (
         "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
         if room.is_of_file_system
@@ -281,16 +306,6 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
             f"{num_tokens:,} tokens ({amount(least)}). {hint}"
         )
     return budget
-
-
-def layout_of(ready: Ready) -> Layout:
-    """Shape of the states that a writer announced."""
-    return Layout(
-        boundaries=ready.boundaries,
-        hidden_size=ready.hidden_size,
-        dtype=ready.dtype,
-        last_kind=ready.last_kind,
-    )
 
 
 def require_dump_directory(ranks: Sequence[Rank]) -> None:

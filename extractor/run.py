@@ -12,10 +12,8 @@ from typing import Any
 from extractor.client import Client, clients_of
 from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.concurrency import MOST_LIMIT
-from extractor.config import DATASET_NAME, Identity, RunOptions
-from extractor.dataset import dataset_document
+from extractor.config import Identity, RunOptions
 from extractor.errors import ServerError, ServerGone, first_known, storage_error
-from extractor.files import write_whole
 from extractor.fleet import Member
 from extractor.headroom import headroom
 from extractor.inputs import reads_stdin, scan_prompts
@@ -31,6 +29,7 @@ from extractor.preflight import (
     require_probe,
 )
 from extractor.progress import Reporter, Together
+from extractor.provenance import Provenance
 from extractor.reading import renderer_for
 from extractor.reconcile import Reconciled, reconcile
 from extractor.report import session_document, totals_document, totals_table
@@ -152,8 +151,9 @@ async def _run_until_done(
             )
             if counters.sent:
                 # The failed rows of earlier commands were opened again; one that fails in this
-                # command, perhaps because it kills servers, is not tried for ever.
-                options = replace(options, retry_failed=False)
+                # command, perhaps because it kills servers, is not tried for ever. Nor may a server
+                # that comes back differ from the one that the user let differ.
+                options = replace(options, retry_failed=False, allow_model_change=False)
 
 
 def _scan(options: RunOptions) -> tuple[InputFile, ...]:
@@ -200,10 +200,12 @@ async def _run(
         )
         identity = await begin_or_continue(owner, options.out, identity, files, state)
         options.shards_path.mkdir(exist_ok=True)
-        write_whole(
-            options.out / DATASET_NAME,
-            dataset_document(identity, engine_version=ready.engine_version),
+        provenance = await Provenance.load(
+            owner, options.out, identity, allow_change=options.allow_model_change
         )
+        for target in targets:
+            provenance.check(target)
+        provenance.write()
         if options.retry_failed:
             # Only now: a command that is refused must leave the data set as it was.
             reopened = await owner.call(Store.reopen_failed)
@@ -225,11 +227,12 @@ async def _run(
             ranks = [rank for target in targets for rank in target.ranks]
             if doubt := headroom(ranks).doubt:
                 reporter.note(f"{doubt} (or name --shm-budget)", level="warning")
-        await _probe(members, run_id=state.run_id)
+        await _probe(members, provenance, run_id=state.run_id)
         session = Session(
             options=options,
             members=members,
             identity=identity,
+            provenance=provenance,
             renderer=renderer,
             owner=owner,
             reporter=reporter,
@@ -277,15 +280,22 @@ async def _preflight(
     return members, await asyncio.to_thread(renderer_for, tokenizer, options.reading)
 
 
-async def _probe(members: Sequence[Member], *, run_id: str) -> None:
-    """See a dump of each server that is up. Raises the first error of one."""
+async def _probe(members: Sequence[Member], provenance: Provenance, *, run_id: str) -> None:
+    """See the canary's dump of each server that is up, and record its start. Raises the first
+    error of one."""
+    up = [(member.client, member.target) for member in members if member.target is not None]
     try:
-        async with asyncio.TaskGroup() as probes:
-            for member in members:
-                if member.target is not None:
-                    probes.create_task(require_probe(member.client, member.target, run_id=run_id))
+        async with asyncio.TaskGroup() as tasks:
+            probes = [
+                tasks.create_task(
+                    require_probe(client, target, run_id=run_id, canary_ids=provenance.canary_ids)
+                )
+                for client, target in up
+            ]
     except ExceptionGroup as group:
         raise first_known(group) from group
+    for (_, target), probe in zip(up, probes, strict=True):
+        await provenance.add(target, probe.result())
 
 
 async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) -> None:

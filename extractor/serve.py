@@ -232,7 +232,7 @@ def free_port() -> int:
             return int(probe.getsockname()[1])
 
 
-def _is_done(task: asyncio.Task[None]) -> Callable[[], bool]:
+def _is_done(task: asyncio.Task[bytes]) -> Callable[[], bool]:
     return task.done
 
 

@@ -10,7 +10,7 @@ from extractor.breaker import Breaker
 from extractor.client import Client
 from extractor.concurrency import Limiter
 from extractor.errors import ServerGone, ServerLost, SpaceError
-from extractor.preflight import PROBE_TIMEOUT_S, PROBE_TOKENS, Target, probe_request
+from extractor.preflight import PROBE_TIMEOUT_S, PROBE_TOKENS, Target, probe_ids, probe_request
 from extractor.progress import Say
 from extractor.retry import Failure, RetryPolicy
 from extractor.turns import Gate, Turns
@@ -234,7 +234,7 @@ class ServerWatch:
 
     async def _try(self) -> None:
         loop = asyncio.get_running_loop()
-        request = probe_request(self._run_id, vocab_size=self._target.limits.vocab_size)
+        request = probe_request(self._run_id, probe_ids(vocab_size=self._target.limits.vocab_size))
         sent_at = loop.time()
         self._abandoned.add(request.rid)
         try:

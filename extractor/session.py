@@ -27,6 +27,7 @@ from extractor.plan import Refusal, dump_bytes, rid_prefix
 from extractor.policy import OnDuplicate
 from extractor.preflight import shm_budget
 from extractor.progress import Reporter
+from extractor.provenance import Provenance
 from extractor.reading import in_thread, num_workers_for, prompts_of
 from extractor.reconcile import Reconciled
 from extractor.retry import RetryPolicy
@@ -55,6 +56,7 @@ class Session:
         options: RunOptions,
         members: Sequence[Member],
         identity: Identity,
+        provenance: Provenance,
         renderer: Renderer,
         owner: StoreOwner,
         reporter: Reporter,
@@ -62,8 +64,8 @@ class Session:
         left: Reconciled,
     ) -> None:
         self._options = options
-        self._identity = identity
         self._layout = identity.layout
+        self._provenance = provenance
         self._renderer = renderer
         self._owner = owner
         self._reporter = reporter
@@ -75,7 +77,8 @@ class Session:
         self._fleet = Fleet(
             options=options,
             members=members,
-            identity=identity,
+            layout=self._layout,
+            provenance=provenance,
             owner=owner,
             counters=state.counters,
             run_id=state.run_id,
@@ -95,6 +98,7 @@ class Session:
             next_number=left.next_number,
             rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
             count_stored=self._ledger.count_stored,
+            server_of=provenance.number_of,
             stages=self._counters.stages,
             budget_bytes=self.budget.total,
         )
@@ -168,7 +172,8 @@ class Session:
             find_adoptable,
             ranks,
             run_id=run_id,
-            identity=self._identity,
+            layout=self._layout,
+            is_fit=self._provenance.is_fit,
             is_wanted=lambda ordinal: not self._state.is_settled(ordinal),
         )
         if adoptable:

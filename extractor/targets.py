@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
+from extractor import served
 from extractor.client import Client, wait_until_answering
 from extractor.config import RunOptions
 from extractor.errors import ConfigMismatch, ServerUnreachable
@@ -20,11 +21,11 @@ from extractor.preflight import (
 )
 from extractor.progress import Say
 
-#: What all servers of one run must announce alike: everything that decides what is captured, and
-#: what the data set says of where it came from.
+#: What all servers of one run must announce alike beside the bound facts of `served`: everything
+#: that decides what is captured, and the versions, which one command to start them makes alike.
 ALIKE = (
-    "model_path", "architecture", "config_digest", "vocab_size", "num_layers", "hidden_size",
-    "dtype", "boundaries", "last_kind", "quantization", "engine_version", "plugin_version",
+    "model_path", "vocab_size", "num_layers", "hidden_size", "dtype", "boundaries", "last_kind",
+    "engine_version", "plugin_version",
 )  # fmt: skip
 
 
@@ -92,6 +93,12 @@ def require_alike(one: Target, other: Target) -> None:
         for name in ALIKE
         if getattr(one.ready, name) != getattr(other.ready, name)
         and not (name == "model_path" and same_model(one.ready.model_path, other.ready.model_path))
+    ]
+    differences += [
+        f"  {difference.name}: {difference.before!r} and {difference.now!r}"
+        for difference in served.differences(
+            served.facts_of(one.ready), served.facts_of(other.ready)
+        )
     ]
     if differences:
         raise ConfigMismatch(

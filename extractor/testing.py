@@ -89,6 +89,16 @@ class FakeModel:
     num_layers: int = 4
     context_length: int = 4096
     model_path: str = "fake/model"
+    #: Another checkpoint of the same shape: other states, another fingerprint.
+    checkpoint: int = 0
+    fingerprint: int | None = None  # that it announces, where that is not the checkpoint's own
+    weight_version: str = "default"
+    kv_cache_dtype: str | None = "auto"
+    settings: Mapping[str, str] = field(default_factory=lambda: {"device": "fake"})
+
+    @property
+    def weights(self) -> str:
+        return f"{self.checkpoint if self.fingerprint is None else self.fingerprint:032x}"
 
 
 FaultPlan = Callable[[int, str], Fault | None]
@@ -104,10 +114,12 @@ def faults_once(plan: Mapping[int, Fault]) -> FaultPlan:
     return lambda number, rid: plan.get(number)
 
 
-def fake_states(ids: npt.NDArray[np.int32], layout: Layout) -> dict[str, npt.NDArray[Any]]:
+def fake_states(
+    ids: npt.NDArray[np.int32], layout: Layout, *, checkpoint: int = 0
+) -> dict[str, npt.NDArray[Any]]:
     """The states of a prompt: name -> [N, width], uint16 bit patterns for 16-bit dtypes.
 
-    Row t depends on ids[0..t] alone, and on the boundary and the column.
+    Row t depends on ids[0..t] alone, and on the boundary, the column and the checkpoint.
     """
     positions = np.arange(1, len(ids) + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -115,6 +127,7 @@ def fake_states(ids: npt.NDArray[np.int32], layout: Layout) -> dict[str, npt.NDA
         states: dict[str, npt.NDArray[Any]] = {}
         for salt, name in enumerate(layout.state_names):
             columns = np.arange(layout.state_width(name), dtype=np.uint64) + salt * 1_000_003
+            columns += np.uint64(checkpoint * 7_000_003)
             mixed = (prefix[:, None] + columns[None, :] * _HASH_STEP) * _HASH_STEP
             values = ((mixed >> np.uint64(16)) & np.uint64(0xFFFF)).astype(np.float32)
             states[name] = _encoded(values / 32768.0 - 1.0, layout.dtype)
@@ -221,6 +234,11 @@ class FakeServer:
             radix_cache=False,
             ring_bytes=0,
             num_writers=0,
+            kv_cache_dtype=self.model.kv_cache_dtype,
+            weights=self.model.weights,
+            weights_layout="fake",
+            weight_version=self.model.weight_version,
+            settings=self.model.settings,
         )
         self._publish(READY_NAME, encode_ready(ready))
 
@@ -232,7 +250,11 @@ class FakeServer:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"model_path": self.model.model_path, "tokenizer_path": self.model.model_path}
+            {
+                "model_path": self.model.model_path,
+                "tokenizer_path": self.model.model_path,
+                "weight_version": self.model.weight_version,
+            }
         )
 
     async def _server_info(self, request: web.Request) -> web.Response:
@@ -305,6 +327,7 @@ class FakeServer:
                     "prompt_tokens": len(ids) - (fault is Fault.TRUNCATED),
                     "cached_tokens": 1 if fault is Fault.CACHED else 0,
                     "completion_tokens": 1,
+                    "weight_version": self.model.weight_version,
                 },
             }
         )
@@ -325,7 +348,7 @@ class FakeServer:
             record = ErrorRecord(rid=rid, start=0, reason="no space left on device")
             self._publish(error_name(next(self._counter)), encode_error(record))
             return
-        states = fake_states(ids, self.model.layout)
+        states = fake_states(ids, self.model.layout, checkpoint=self.model.checkpoint)
         if fault is Fault.NONFINITE:
             states["aux"].view(np.uint8)[:] = 0xFF  # every dtype's all-ones pattern is a NaN
         if fault is Fault.WRONG_IDS:
@@ -364,6 +387,7 @@ class FakeServer:
             boot_id=self.boot_id,
             rank=0,
             counter=counter,
+            weights=self.model.weights,
         )
         parts = [encode_header(header)]
         parts += [states[name][start:end].tobytes() for name in layout.state_names]

@@ -28,6 +28,7 @@ class ReplyFacts:
     cached_tokens: int
     finish_type: str | None  # "length", "stop" or "abort"
     finish_message: str
+    weight_version: str | None = None  # the engine's label of the weights that it ran on
 
 
 def check_reply(facts: ReplyFacts, *, num_tokens: int) -> Failure | None:

@@ -49,6 +49,7 @@ class Entry:
     size_bytes: int | None = None
     digest: str | None = None
     num_pieces: int | None = None
+    server: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ def evolve(entry: Entry | None, change: Change) -> Entry:
         case Stored():
             entry.shard, entry.offset = change.shard, change.offset
             entry.size_bytes, entry.digest = change.size_bytes, change.digest
-            entry.num_pieces = change.num_pieces
+            entry.num_pieces, entry.server = change.num_pieces, change.server
         case Failed():
             entry.reason, entry.detail = change.reason, _text(change.detail)
             entry.attempts = change.attempts
@@ -124,7 +125,7 @@ def evolve(entry: Entry | None, change: Change) -> Entry:
             entry.shard, entry.offset = change.shard, change.offset
         case Forgotten():
             entry.shard = entry.offset = entry.size_bytes = entry.num_pieces = None
-            entry.digest = None
+            entry.digest = entry.server = None
     return entry
 
 

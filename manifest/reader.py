@@ -10,7 +10,7 @@ from typing import Any, Self
 from sqlite_utils import Database
 
 from manifest.database import explained, open_for_reading
-from manifest.records import Row, Shard, Source, Totals
+from manifest.records import Row, ServerStart, Shard, Source, Totals
 from manifest.states import Reason, State
 
 TERMINAL = "('stored', 'failed')"
@@ -20,7 +20,7 @@ _TALLIES = "SELECT state, reason, num_rows, num_tokens, size_bytes, num_untraine
 _PAGE_ROWS = 10_000
 _COLUMNS = (
     "ordinal, source, line, label, key, num_tokens, num_trained, state, reason, detail, "
-    "attempts, shard, offset, size_bytes, digest, num_pieces, part, alterations"
+    "attempts, shard, offset, size_bytes, digest, num_pieces, part, alterations, server"
 )
 
 
@@ -56,6 +56,35 @@ class Reader:
             Source(number=number, path=path, size_bytes=size, digest=digest, num_rows=num_rows)
             for number, path, size, digest, num_rows in rows
         ]
+
+    def server_starts(self) -> list[ServerStart]:
+        """Every start of a server that a session extracted from, in the order of use."""
+        with explained(self.path):
+            rows = self._db.execute(
+                "SELECT number, session, used_at, url, boot_id, facts, canary_error, accepted "
+                "FROM server_starts ORDER BY number"
+            ).fetchall()
+        return [
+            ServerStart(
+                number=number,
+                session=session,
+                used_at=used_at,
+                url=url,
+                boot_id=boot_id,
+                facts=json.loads(facts),
+                canary_error=canary_error,
+                accepted=tuple(json.loads(accepted)),
+            )
+            for number, session, used_at, url, boot_id, facts, canary_error, accepted in rows
+        ]
+
+    def canary(self) -> bytes | None:
+        """The dump that canaries are compared with now; None before the first."""
+        with explained(self.path):
+            row = self._db.execute(
+                "SELECT dump FROM canaries ORDER BY server DESC LIMIT 1"
+            ).fetchone()
+        return None if row is None else bytes(row[0])
 
     # --- prompts -----------------------------------------------------------------------------
 

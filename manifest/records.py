@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from manifest.states import Event, Reason, State
 
@@ -17,6 +18,20 @@ class Source:
     size_bytes: int
     digest: str  # xxh3-128 of the content
     num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerStart:
+    """One start of a server that a session extracted from."""
+
+    number: int  # from 0, in the order of use
+    session: int  # from 0; each `extractor run` that got as far as a server is one
+    used_at: str  # ISO 8601, UTC: when its canary was checked
+    url: str
+    boot_id: str
+    facts: Mapping[str, Any]  # what it computes with: extractor/served.py
+    canary_error: float | None  # against the reference; None: its canary is the reference
+    accepted: tuple[str, ...] = ()  # names of facts that the user let change here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +85,7 @@ class Stored:
     size_bytes: int
     digest: str  # xxh3-128 of those bytes
     num_pieces: int
+    server: int | None = None  # number of the ServerStart that computed it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +155,7 @@ class Row:
     num_pieces: int | None
     part: int | None = None
     alterations: tuple[str, ...] = ()
+    server: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,8 @@
 
 `sources`  the input files                      `prompts`  one row an input row
 `identity` what the data set is of, name/JSON   `shards`   one row a shard file
+`server_starts` each start of a server that a session extracted from, and what it announced
+`canaries` states of the canary prompt, with which later starts are compared
 `tallies`  rows, tokens and bytes by state and reason, so that nobody has to count millions of rows
 
 The writer keeps the tallies, and what a shard knows of its samples, in the transaction that changes
@@ -166,3 +168,30 @@ def m004_tallies_by_batch(db: Database) -> None:
         "tallies_insert", "tallies_delete", "tallies_update", "shards_enter", "shards_leave",
     ):  # fmt: skip
         db.execute(f"DROP TRIGGER {name}")
+
+
+@migrations()
+def m005_server_starts(db: Database) -> None:
+    for statement in (
+        """
+        CREATE TABLE server_starts (
+            number INTEGER PRIMARY KEY,
+            session INTEGER NOT NULL,
+            used_at TEXT NOT NULL,           -- ISO 8601, UTC
+            url TEXT NOT NULL,
+            boot_id TEXT NOT NULL,
+            facts TEXT NOT NULL,             -- JSON object
+            canary_error REAL,               -- NULL: its canary became the reference
+            accepted TEXT NOT NULL           -- JSON array: facts that were let change
+        ) STRICT
+        """,
+        """
+        CREATE TABLE canaries (
+            server INTEGER PRIMARY KEY REFERENCES server_starts (number),
+            dump BLOB NOT NULL               -- as in server_patch/dump_format.py
+        ) STRICT
+        """,
+        # Rows that an older version stored have none.
+        "ALTER TABLE prompts ADD COLUMN server INTEGER REFERENCES server_starts (number)",
+    ):
+        db.execute(statement)

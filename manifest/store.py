@@ -20,7 +20,7 @@ from manifest.database import explained, open_for_writing
 from manifest.errors import ManifestError
 from manifest.folding import Rows
 from manifest.reader import UNFINISHED, Reader
-from manifest.records import Change, Forgotten, Shard, Source
+from manifest.records import Change, Forgotten, ServerStart, Shard, Source
 from manifest.states import Event, State, advance
 
 
@@ -64,6 +64,29 @@ class Store(Reader):
                 "VALUES (?, ?, ?, ?, ?)",
                 [(s.number, s.path, s.size_bytes, s.digest, s.num_rows) for s in sources],
             )
+
+    def add_server_start(self, start: ServerStart, canary: bytes | None) -> None:
+        """Record a start before rows of it are stored. `canary`: its states, where later starts
+        are to be compared with them from now on."""
+        with self._writing():
+            self._db.conn.execute(
+                "INSERT INTO server_starts (number, session, used_at, url, boot_id, facts, "
+                "canary_error, accepted) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    start.number,
+                    start.session,
+                    start.used_at,
+                    start.url,
+                    start.boot_id,
+                    json.dumps(start.facts),
+                    start.canary_error,
+                    json.dumps(start.accepted),
+                ),
+            )
+            if canary is not None:
+                self._db.conn.execute(
+                    "INSERT INTO canaries (server, dump) VALUES (?, ?)", (start.number, canary)
+                )
 
     # --- prompts -----------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ import xxhash
 from extractor.audit import audit
 from extractor.config import MANIFEST_NAME, Identity, Layout, RunOptions
 from extractor.measurements import Counters
+from extractor.served import facts_of
 from extractor.testing import FakeServer, fake_states
-from manifest.records import Row
+from manifest.records import Row, ServerStart
 from manifest.states import State
 from manifest.store import Store
 from prompts.types import Prompt
@@ -236,6 +237,22 @@ def make_identity(**changes: Any) -> Identity:
         **changes,
     }
     return Identity(**values)
+
+
+def make_start(
+    number: int, *, session: int = 0, accepted: tuple[str, ...] = (), **facts: Any
+) -> ServerStart:
+    """A start of a server on record; `facts` are fields of its READY.json."""
+    return ServerStart(
+        number=number,
+        session=session,
+        used_at="1970-01-01T00:00:00+00:00",
+        url="http://127.0.0.1:30000",
+        boot_id=f"boot-{number}",
+        facts=facts_of(make_ready(**facts)),
+        canary_error=None,
+        accepted=accepted,
+    )
 
 
 def make_header(**changes: Any) -> DumpHeader:

@@ -115,6 +115,13 @@ from extractor.terminal import print_json, run_async
 @click.option(
     "--retry-failed", is_flag=True, help="Try again the rows that an earlier session gave up."
 )
+@click.option(
+    "--allow-model-change",
+    is_flag=True,
+    help="Continue a data set although the server computes something else now: other weights, "
+    "KV-cache dtype, quantization. Its rows are stored beside the old ones; dataset.json and the "
+    "manifest record which server start made each row.",
+)
 @reading_options
 @policy_options
 @click.option(

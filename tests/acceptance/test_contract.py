@@ -17,10 +17,10 @@ from acceptance.tool import Server, Tool
 from extractor.client import Client, ServerFacts
 from extractor.collect import DumpPiece
 from extractor.collector import Collector
+from extractor.config import Layout
 from extractor.plan import Limits, Request, dump_bytes, rid_prefix
 from extractor.preflight import (
     Target,
-    layout_of,
     limits_of,
     require_dump_directory,
     require_plugin,
@@ -132,7 +132,7 @@ async def test_every_row_of_a_prompt_arrives_with_its_token(talk: Talk, length: 
         found = np.frombuffer(piece.handle.path.read_bytes()[span.begin : span.end], dtype="<i4")
         assert check_ids(np.array(ids, dtype=np.int32), found, start=piece.start) is None
     used = sum(piece.handle.dump.size_bytes for piece in pieces)
-    assert used <= dump_bytes(length, layout_of(talk.ready), talk.limits)
+    assert used <= dump_bytes(length, Layout.of(talk.ready), talk.limits)
 
 
 async def test_the_same_prompt_again_is_computed_again(talk: Talk) -> None:

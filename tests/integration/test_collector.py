@@ -30,7 +30,10 @@ async def server(dump_root: Path) -> AsyncIterator[FakeServer]:
 
 @pytest.fixture
 def rank(server: FakeServer) -> Rank:
-    return Rank(directory=server.directory, ready=make_ready(boot_id=server.boot_id))
+    return Rank(
+        directory=server.directory,
+        ready=make_ready(boot_id=server.boot_id, weights=server.model.weights),
+    )
 
 
 @pytest.fixture

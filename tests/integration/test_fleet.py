@@ -175,6 +175,8 @@ async def test_the_faster_server_gets_more(
         ("last_kind: 'post' and 'both'", {"layout": replace(LAYOUT, last_kind="both")}),
         ("vocab_size: 1000 and 1001", {"vocab_size": 1001}),
         ("model_path: 'fake/model' and 'fake/tuned'", {"model_path": "fake/tuned"}),
+        ("kv_cache_dtype: 'auto' and 'fp8_e5m2'", {"kv_cache_dtype": "fp8_e5m2"}),
+        (f"weights: '{0:032x}' and '{1:032x}'", {"checkpoint": 1}),
     ],
     ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "",
 )
@@ -312,11 +314,25 @@ async def test_a_server_that_returns_is_proven_and_used_again(
     assert dumps_under(dump_root) == []
 
 
+@pytest.mark.parametrize(
+    ("reason", "model"),
+    [
+        ("dtype: 'BF16' and 'F16'", FakeModel(layout=replace(LAYOUT, dtype="F16"))),
+        (f"weights: '{0:032x}' and '{1:032x}'", FakeModel(checkpoint=1)),
+        ("does not compute what", FakeModel(checkpoint=1, fingerprint=0)),
+    ],
+)
 async def test_a_server_that_returns_as_another_is_told_of_and_not_used(
-    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    prompts: list[Ids],
+    path: Path,
+    reason: str,
+    model: FakeModel,
 ) -> None:
     port = free_port()
-    other_model = FakeServer(dump_root, model=FakeModel(layout=replace(LAYOUT, dtype="F16")))
+    other_model = FakeServer(dump_root, model=model)
     steady = Waiting(
         dump_root, after=25, until=lambda: any("is not used" in note for note in notes.messages)
     )
@@ -332,7 +348,7 @@ async def test_a_server_that_returns_as_another_is_told_of_and_not_used(
             await running
     (told,) = [note for note in notes.messages if "is not used" in note]
     assert ("server_unfit", "warning", first.url) in notes.of_servers
-    assert "dtype: 'BF16' and 'F16'" in told
+    assert reason in told
     assert ordinals_sent(other_model.requests) == []
     assert_whole(tmp_path / "out", prompts)
 

@@ -883,14 +883,21 @@ async def test_dumps_of_an_earlier_session_are_adopted_where_they_are_whole_and_
     def row_3_fails(number: int, rid: str) -> Fault | None:
         return Fault.ERROR if ordinals_sent([rid]) == [3] else None
 
-    async with FakeServer(dump_root, faults=row_3_fails).running() as server:
+    chunk_tokens = 7 if what == "in pieces" else 0
+    first = FakeServer(dump_root, faults=row_3_fails, chunk_tokens=chunk_tokens)
+    async with first.running() as server:
         options = options_for(server, path, tmp_path / "out", max_attempts=1)
         await run(options, notes)
         (rid,) = (rid for rid in server.requests if ordinals_sent([rid]) == [3])
     ids = np.array(prompts[3].ids, dtype=np.int32)
     fault = {"wrong tokens": Fault.WRONG_IDS, "short": Fault.SHORT_DUMP}.get(what)
     model = FakeModel(layout=replace(LAYOUT, dtype="F16")) if what == "other layout" else None
-    earlier = FakeServer(dump_root, model=model, chunk_tokens=7 if what == "in pieces" else 0)
+    earlier = FakeServer(
+        dump_root,
+        model=model,
+        chunk_tokens=chunk_tokens,
+        boot_id=server.boot_id,  # on record, as the boot of every server that a run used
+    )
     async with FakeServer(dump_root).running() as server:
         if is_dead:
             async with earlier.running():

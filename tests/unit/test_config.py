@@ -43,7 +43,17 @@ def test_every_field_of_the_identity_has_a_case_here() -> None:
     assert names == set(OTHER) | {"model"}
 
 
-@pytest.mark.parametrize("field", sorted(OTHER))
+#: Compared for each start of a server: tests/unit/test_served.py.
+OF_THE_SERVER = {"architecture", "config_digest", "quantization"}
+
+
+@pytest.mark.parametrize("field", sorted(OF_THE_SERVER))
+def test_a_field_of_the_server_is_left_to_its_provenance(field: str) -> None:
+    changed = dataclasses.replace(make_identity(), **{field: OTHER[field]})
+    changed.require_same(make_identity(), out=Path("out"))
+
+
+@pytest.mark.parametrize("field", sorted(set(OTHER) - OF_THE_SERVER))
 def test_a_field_that_differs_is_named_with_both_values(field: str) -> None:
     identity = make_identity()
     identity.require_same(identity, out=Path("out"))

@@ -9,7 +9,7 @@ import pkgutil
 from pathlib import Path
 
 import pytest
-from helpers import make_identity
+from helpers import make_identity, make_start
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,10 +62,18 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 def test_provenance_names_layers_in_both_conventions() -> None:
     identity = make_identity(boundaries=(2, 4, 5), inputs=("a", "b"))
-    document = json.loads(dataset_document(identity, engine_version="0.5.23"))
+    starts = [
+        make_start(0),
+        make_start(1, session=1, engine_version="0.5.23", accepted=("weights",)),
+    ]
+    document = json.loads(dataset_document(identity, starts))
     assert document["boundaries"] == [2, 4, 5]
     assert document["layer_outputs"] == [1, 3, 4]
     assert document["engine_version"] == "0.5.23"
+    assert [session["session"] for session in document["sessions"]] == [0, 1]
+    (served,) = document["sessions"][1]["servers"]
+    assert served["engine_version"] == "0.5.23"
+    assert served["accepted"] == ["weights"]
     for field, value in identity.to_document().items():
         assert document[field] == (list(value) if isinstance(value, tuple) else value)
 

@@ -1,0 +1,163 @@
+"""Edge: which starts of servers made the rows of a data set, proven alike and on record.
+
+The manifest has a row for each start, `dataset.json` the same list. A start is recorded before any
+row of it is stored, and only if it computes what the rows that are there were computed with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from extractor.canary import Comparison, compare, ids_of
+from extractor.config import DATASET_NAME, Identity
+from extractor.dataset import dataset_document
+from extractor.errors import ConfigMismatch
+from extractor.files import write_whole
+from extractor.preflight import Target
+from extractor.served import Difference, Facts, differences, facts_of, facts_of_identity
+from manifest.owner import StoreOwner
+from manifest.records import ServerStart
+from manifest.store import Store
+from server_patch.dump_format import Ready
+
+_CANARY = "canary"
+ALLOW_OPTION = "--allow-model-change"
+
+
+class Provenance:
+    """Compares each start of a server with those before it and records it.
+
+    `allow_change`: the first start of this session may differ from them. Its rows then stand beside
+    rows of another model, by the user's choice; the starts after it must be like it.
+    """
+
+    def __init__(
+        self,
+        owner: StoreOwner,
+        out: Path,
+        identity: Identity,
+        starts: Sequence[ServerStart],
+        canary: bytes | None,
+        *,
+        allow_change: bool,
+    ) -> None:
+        self._owner = owner
+        self._out = out
+        self._identity = identity
+        self._starts = list(starts)
+        self._canary = canary
+        self._session = max((start.session + 1 for start in starts), default=0)
+        self._allow_change = allow_change
+        self._lock = asyncio.Lock()  # two servers may return at once
+
+    @classmethod
+    async def load(
+        cls, owner: StoreOwner, out: Path, identity: Identity, *, allow_change: bool
+    ) -> Provenance:
+        def read(store: Store) -> tuple[list[ServerStart], bytes | None]:
+            return store.server_starts(), store.canary()
+
+        starts, canary = await owner.call(read)
+        return cls(owner, out, identity, starts, canary, allow_change=allow_change)
+
+    @property
+    def canary_ids(self) -> Sequence[int] | None:
+        """The tokens of the data set's canary, int32; None before there is one."""
+        return None if self._canary is None else ids_of(self._canary).tolist()
+
+    def number_of(self, boot_id: str) -> int | None:
+        """The last start on record of that boot of a server."""
+        numbers = [start.number for start in self._starts if start.boot_id == boot_id]
+        return numbers[-1] if numbers else None
+
+    def is_fit(self, ready: Ready) -> bool:
+        """Whether rows of that writer may be stored: its boot is on record, and was not changed
+        since, nor replaced by another model."""
+        number = self.number_of(ready.boot_id)
+        if number is None or self._differences(ready):
+            return False
+        return bool(self._starts[number].facts == facts_of(ready))
+
+    def check(self, target: Target) -> None:
+        """Raise ConfigMismatch when a server computes something else than what is stored."""
+        found = self._differences(target.ready)
+        if found and not self._allow_change:
+            raise self._mismatch(
+                target.url, [difference.to_text(before="was", now="is") for difference in found]
+            )
+
+    async def add(self, target: Target, canary: bytes) -> None:
+        """Record a start of a server; `canary`: what it computed for `canary_ids`.
+
+        Raises ConfigMismatch when that, or what the server announces, is not as it was.
+        """
+        async with self._lock:
+            self.check(target)
+            accepted = [difference.name for difference in self._differences(target.ready)]
+            comparison = None if self._canary is None else compare(self._canary, canary)
+            if comparison is not None and not comparison.is_same:
+                if not self._allow_change:
+                    raise self._mismatch(target.url, [self._canary_text(comparison)])
+                accepted.append(_CANARY)
+            is_reference = comparison is None or bool(accepted)
+            start = ServerStart(
+                number=len(self._starts),
+                session=self._session,
+                used_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                url=target.url,
+                boot_id=target.ready.boot_id,
+                facts=facts_of(target.ready),
+                canary_error=None if is_reference or comparison is None else comparison.error,
+                accepted=tuple(accepted),
+            )
+            await self._owner.call(
+                lambda store: store.add_server_start(start, canary if is_reference else None)
+            )
+            self._starts.append(start)
+            self._allow_change = False
+            if is_reference:
+                self._canary = canary
+            self.write()
+
+    def write(self) -> None:
+        """Write `dataset.json`. Raises OSError.
+
+        That of an older version stays until a start is on record: it names an engine version that
+        the manifest does not hold.
+        """
+        path = self._out / DATASET_NAME
+        if self._starts or not path.exists():
+            write_whole(path, dataset_document(self._identity, self._starts))
+
+    def _differences(self, ready: Ready) -> list[Difference]:
+        """In which facts a server differs from any start since the last accepted change."""
+        now = facts_of(ready)
+        found: dict[str, Difference] = {}
+        for facts in self._current():
+            for difference in differences(facts, now):
+                found.setdefault(difference.name, difference)
+        return list(found.values())
+
+    def _current(self) -> list[Facts]:
+        if not self._starts:
+            return [facts_of_identity(self._identity)]
+        changes = [start.number for start in self._starts if start.accepted]
+        return [start.facts for start in self._starts[changes[-1] if changes else 0 :]]
+
+    @staticmethod
+    def _canary_text(comparison: Comparison) -> str:
+        return (
+            f"  canary: {comparison.to_text()}. Nothing that the server announces explains it: "
+            "look for other weights, patched code or a faulty device"
+        )
+
+    def _mismatch(self, url: str, lines: Sequence[str]) -> ConfigMismatch:
+        return ConfigMismatch(
+            f"the server at {url} does not compute what {self._out} holds:\n"
+            + "\n".join(lines)
+            + "\nStart the server as it was, or use another --out. To put rows of both into one "
+            f"data set on purpose, add {ALLOW_OPTION}; the change is recorded."
+        )

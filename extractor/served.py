@@ -1,0 +1,91 @@
+"""What one start of a server computes with, and which of it changes numbers. Pure.
+
+Each fact is either bound or recorded. A bound fact changes the states: rows computed under two
+values of it must not share a data set unless the user says so. All others change no more than
+rounding (another attention kernel, another split over GPUs); they are recorded with each start, and
+the canary (extractor/canary.py) shows that it is no more than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from extractor.config import Identity
+from server_patch.dump_format import Ready
+
+Facts = Mapping[str, Any]
+"""JSON-ready, by name: `facts_of`."""
+
+#: Fields of READY.json that are bound.
+BOUND: Final = ("architecture", "config_digest", "quantization", "kv_cache_dtype")
+#: Entries of its `settings` that are bound.
+BOUND_SETTINGS: Final[frozenset[str]] = frozenset()
+_RECORDED: Final = (
+    "model_path", "engine_version", "plugin_version", "weights", "weights_layout",
+    "weight_version", "tp_size", "dp_size", "capture_method", "chunked_prefill_size",
+    "radix_cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One bound fact that is not what it was."""
+
+    name: str
+    before: Any
+    now: Any
+
+    def to_text(self, *, before: str, now: str) -> str:
+        """A line for a message; `before` and `now` say whose the two values are."""
+        return f"  {self.name}: {before} {_shown(self.before)}, {now} {_shown(self.now)}"
+
+
+def facts_of(ready: Ready) -> dict[str, Any]:
+    """What a start of a server announced, as the manifest keeps it."""
+    facts = {name: getattr(ready, name) for name in (*BOUND, *_RECORDED)}
+    # An older plugin announces no settings at all; a newer one always names some.
+    return {**facts, "settings": dict(sorted(ready.settings.items())) or None}
+
+
+def facts_of_identity(identity: Identity) -> dict[str, Any]:
+    """What a data set without any recorded start was begun with, as far as it is known."""
+    names = ("architecture", "config_digest", "quantization")
+    return {name: getattr(identity, name) for name in names}
+
+
+def differences(before: Facts, now: Facts) -> list[Difference]:
+    """The bound facts in which `now` differs from `before`.
+
+    What `before` does not know (it was written by an older version) cannot differ; what `now` no
+    longer knows does.
+    """
+    pairs = [(name, before[name], now.get(name)) for name in BOUND if name in before]
+    settings_before, settings_now = before.get("settings"), now.get("settings")
+    if settings_before is not None:
+        # An older plugin announces none, and its weights already differ by that.
+        pairs += [
+            (name, settings_before.get(name), settings_now.get(name))
+            for name in sorted(BOUND_SETTINGS)
+            if settings_now is not None
+        ]
+    if _are_weights_comparable(before, now):
+        pairs.append(("weights", before["weights"], now.get("weights")))
+    return [
+        Difference(name=name, before=one, now=other) for name, one, other in pairs if one != other
+    ]
+
+
+def _are_weights_comparable(before: Facts, now: Facts) -> bool:
+    if before.get("weights") is None:
+        return False
+    # Another tensor-parallel size stores other slices: there, only the canary can tell.
+    return now.get("weights") is None or before.get("weights_layout") == now.get("weights_layout")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."

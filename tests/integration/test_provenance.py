@@ -1,0 +1,261 @@
+"""Which model made a row: sessions and servers that compute something else are refused by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from helpers import (
+    LAYOUT,
+    Ids,
+    Notes,
+    make_prompts,
+    options_for,
+    ordinals_sent,
+    read_samples,
+    rows_of,
+    write_prompts,
+)
+
+from extractor.audit import audit
+from extractor.config import RunOptions
+from extractor.errors import ConfigMismatch, Interrupted, first_known
+from extractor.run import run
+from extractor.testing import FakeModel, FakeServer, FaultPlan, fake_states
+from manifest.records import ServerStart
+from manifest.states import State
+from manifest.store import Store
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+NUM_ROWS = 40
+
+
+@pytest.fixture
+def prompts() -> list[Ids]:
+    return make_prompts(NUM_ROWS, shortest=5)
+
+
+@pytest.fixture
+def path(tmp_path: Path, prompts: list[Ids]) -> Path:
+    return write_prompts(tmp_path / "p.jsonl", prompts)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def starts_of(out: Path) -> list[ServerStart]:
+    with closing(Store.open_read_only(out / "manifest.sqlite")) as store:
+        return store.server_starts()
+
+
+def checkpoints_of(out: Path, prompts: list[Ids]) -> dict[int, int]:
+    """Ordinal of each stored sample -> the fake checkpoint whose states it holds."""
+    found: dict[int, int] = {}
+    for ordinal, sample in read_samples(out).items():
+        ids = np.array(prompts[ordinal].ids, dtype=np.int32)
+        (found[ordinal],) = (
+            checkpoint
+            for checkpoint in (0, 1)
+            if np.array_equal(
+                sample.states["last"],
+                fake_states(ids, LAYOUT, checkpoint=checkpoint)["last"],
+            )
+        )
+    return found
+
+
+async def refused(options: RunOptions, notes: Notes) -> str:
+    with pytest.raises((ConfigMismatch, ExceptionGroup)) as caught:
+        await run(options, notes)
+    error = first_known(caught.value)
+    assert isinstance(error, ConfigMismatch), error
+    return str(error)
+
+
+def at_request(number: int, act: Callable[[], None]) -> FaultPlan:
+    """No fault, but `act` is called when that request arrives."""
+
+    def plan(arrived: int, rid: str) -> None:
+        if arrived == number:
+            act()
+
+    return plan
+
+
+async def stopped_half_way(
+    dump_root: Path, path: Path, out: Path, notes: Notes, model: FakeModel
+) -> None:
+    """A session that a signal ends with some rows stored."""
+    stop = at_request(15, lambda: os.kill(os.getpid(), signal.SIGINT))
+    async with FakeServer(dump_root, model=model, faults=stop).running() as server:
+        with pytest.raises((Interrupted, ExceptionGroup)):
+            await run(options_for(server, path, out, concurrency=2), notes)
+    stored = sum(row.state is State.STORED for row in rows_of(out))
+    assert 0 < stored < NUM_ROWS
+
+
+#: Another model in each of the ways that a server can tell, and what names it.
+OTHER_MODELS: dict[str, tuple[FakeModel, str]] = {
+    "weights": (FakeModel(checkpoint=1), f"weights: was {0:032x}, is {1:032x}"),
+    "kv_cache_dtype": (FakeModel(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype: was auto, is fp8"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_MODELS))
+async def test_a_session_with_another_model_is_refused_by_name_and_sends_nothing(
+    dump_root: Path, path: Path, out: Path, notes: Notes, name: str
+) -> None:
+    await stopped_half_way(dump_root, path, out, notes, FakeModel())
+    before = rows_of(out)
+    model, told = OTHER_MODELS[name]
+    async with FakeServer(dump_root, model=model).running() as server:
+        message = await refused(options_for(server, path, out), notes)
+        assert not server.requests  # not even a probe
+    assert told in message
+    assert str(out) in message and "--allow-model-change" in message
+    assert [row.server for row in rows_of(out)] == [row.server for row in before]
+    assert len(starts_of(out)) == 1
+
+
+#: Another checkpoint that announces the fingerprint of the first.
+DISGUISED = FakeModel(checkpoint=1, fingerprint=0)
+
+
+async def test_the_canary_catches_what_nothing_announces(
+    dump_root: Path, path: Path, out: Path, notes: Notes
+) -> None:
+    await stopped_half_way(dump_root, path, out, notes, FakeModel())
+    async with FakeServer(dump_root, model=DISGUISED).running() as server:
+        message = await refused(options_for(server, path, out), notes)
+        assert ordinals_sent(server.requests) == []  # only the probe
+    assert "canary:" in message and "tolerance 0.08" in message
+    assert len(starts_of(out)) == 1
+
+
+async def test_the_same_model_goes_on_and_each_start_is_on_record(
+    dump_root: Path, path: Path, out: Path, notes: Notes, prompts: list[Ids]
+) -> None:
+    await stopped_half_way(dump_root, path, out, notes, FakeModel())
+    # Rounding at most: it is recorded, and the canary shows that it is no more.
+    model = FakeModel(settings={"device": "other", "attention_backend": "fa3"})
+    async with FakeServer(dump_root, model=model, chunk_tokens=7).running() as server:
+        await run(options_for(server, path, out), notes)
+    first, second = starts_of(out)
+    assert (first.session, second.session) == (0, 1)
+    assert (first.canary_error, second.canary_error) == (None, 0.0)
+    assert first.accepted == second.accepted == ()
+    assert second.facts["settings"] == {"attention_backend": "fa3", "device": "other"}
+    assert {row.server for row in rows_of(out)} == {0, 1}
+    assert set(checkpoints_of(out, prompts).values()) == {0}
+    document = orjson.loads((out / "dataset.json").read_bytes())
+    assert [
+        (session["session"], [served["boot_id"] for served in session["servers"]])
+        for session in document["sessions"]
+    ] == [(0, [first.boot_id]), (1, [second.boot_id])]
+    assert audit(out).is_clean
+
+
+@pytest.mark.parametrize("model", [FakeModel(checkpoint=1), DISGUISED])
+async def test_a_deliberate_change_has_an_option_and_is_on_record(
+    dump_root: Path, path: Path, out: Path, notes: Notes, prompts: list[Ids], model: FakeModel
+) -> None:
+    await stopped_half_way(dump_root, path, out, notes, FakeModel())
+    before = {row.ordinal for row in rows_of(out) if row.state is State.STORED}
+    async with FakeServer(dump_root, model=model).running() as server:
+        await run(options_for(server, path, out, allow_model_change=True), notes)
+    _, second = starts_of(out)
+    is_disguised = model is DISGUISED
+    assert second.accepted == (("canary",) if is_disguised else ("weights", "canary"))
+    # Each row names the start that made it, and holds the states of that one.
+    made_by = {row.ordinal: row.server for row in rows_of(out)}
+    assert made_by == checkpoints_of(out, prompts)
+    assert {ordinal for ordinal, number in made_by.items() if number == 0} == before
+    document = orjson.loads((out / "dataset.json").read_bytes())
+    assert document["sessions"][1]["servers"][0]["accepted"] == list(second.accepted)
+    # From here on, the new model is the one to compare with: the old one is a change again.
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, path, out, retry_failed=True)
+        if is_disguised:
+            await run(options, notes)  # every row is settled: the canary is not asked for
+        else:
+            assert "weights: was" in await refused(options, notes)
+    assert audit(out).is_clean
+
+
+async def test_servers_of_one_run_whose_canaries_differ_are_refused_even_where_a_change_is_allowed(
+    dump_root: Path, path: Path, out: Path, notes: Notes
+) -> None:
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(FakeServer(dump_root).running())
+        two = await stack.enter_async_context(FakeServer(dump_root, model=DISGUISED).running())
+        options = options_for(one, path, out, allow_model_change=True)
+        message = await refused(replace(options, server_urls=(one.url, two.url)), notes)
+        assert f"the server at {two.url} does not compute what" in message
+        assert "canary:" in message
+        assert ordinals_sent([*one.requests, *two.requests]) == []
+
+
+async def test_weights_that_are_updated_during_a_run_end_it_and_no_row_of_them_is_stored(
+    dump_root: Path, path: Path, out: Path, notes: Notes, prompts: list[Ids]
+) -> None:
+    model = FakeModel()
+    server = FakeServer(dump_root, model=model)
+
+    def update() -> None:
+        model.checkpoint = 1  # every later dump names it; READY.json of the run is of the start
+
+    server._faults = at_request(30, update)
+    async with server.running():
+        message = await refused(options_for(server, path, out, concurrency=2), notes)
+    assert "were updated during the run" in message
+    assert f"they were {0:032x} when it began" in message
+    # The same command against the old weights does the rest.
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, path, out), notes)
+    assert set(checkpoints_of(out, prompts).values()) == {0}
+    assert audit(out).is_clean
+
+
+async def test_a_reply_of_another_weight_version_ends_the_run(
+    dump_root: Path, path: Path, out: Path, notes: Notes
+) -> None:
+    model = FakeModel()
+    server = FakeServer(dump_root, model=model)
+    server._faults = at_request(12, lambda: setattr(model, "weight_version", "step-2"))
+    async with server.running():
+        message = await refused(options_for(server, path, out, concurrency=2), notes)
+    assert "weight version" in message and "'default'" in message and "'step-2'" in message
+
+
+async def test_a_data_set_of_an_older_version_gets_its_canary_from_the_next_session(
+    dump_root: Path, path: Path, out: Path, notes: Notes, prompts: list[Ids]
+) -> None:
+    await stopped_half_way(dump_root, path, out, notes, FakeModel())
+    with closing(sqlite3.connect(out / "manifest.sqlite")) as database:
+        # As it was before server starts were recorded.
+        database.execute("UPDATE prompts SET server = NULL")
+        database.execute("DROP TABLE canaries")
+        database.execute("DROP TABLE server_starts")
+        database.execute("ALTER TABLE prompts DROP COLUMN server")
+        database.execute("DELETE FROM _sqlite_migrations WHERE name = 'm005_server_starts'")
+        database.commit()
+    async with FakeServer(dump_root).running() as server:
+        await run(options_for(server, path, out), notes)
+    (start,) = starts_of(out)
+    assert start.canary_error is None
+    assert {row.server for row in rows_of(out)} == {None, 0}
+    assert set(checkpoints_of(out, prompts).values()) == {0}
+    assert audit(out).is_clean
+    async with FakeServer(dump_root, model=FakeModel(checkpoint=1)).running() as server:
+        assert "weights: was" in await refused(options_for(server, path, out), notes)

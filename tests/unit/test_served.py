@@ -1,0 +1,84 @@
+"""Which facts of a server change numbers, and which may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import make_identity, make_ready
+
+from extractor.served import (
+    BOUND,
+    BOUND_SETTINGS,
+    differences,
+    facts_of,
+    facts_of_identity,
+)
+
+SETTINGS = {name: "before" for name in BOUND_SETTINGS} | {"attention_backend": "triton"}
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {"weights": "aa", "weights_layout": "l", "settings": SETTINGS}
+    return facts_of(make_ready(**{**values, **changes}))
+
+
+def names(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [difference.name for difference in differences(before, now)]
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_bound_field_that_changes_is_named_with_both_values(name: str) -> None:
+    (difference,) = differences(facts(), facts(**{name: "other"}))
+    assert difference.name == name
+    assert difference.now == "other"
+    text = difference.to_text(before="was", now="is")
+    assert text.startswith(f"  {name}: was ") and text.endswith(", is other")
+
+
+@pytest.mark.parametrize("name", sorted(BOUND_SETTINGS))
+def test_a_bound_setting_that_changes_comes_or_goes_is_named(name: str) -> None:
+    without = {key: value for key, value in SETTINGS.items() if key != name}
+    assert names(facts(), facts(settings=SETTINGS | {name: "after"})) == [name]
+    assert names(facts(), facts(settings=without)) == [name]
+    assert names(facts(settings=without), facts()) == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("engine_version", "9"), ("plugin_version", "9"), ("tp_size", 8), ("dp_size", 2),
+        ("weight_version", "v2"), ("chunked_prefill_size", 64), ("model_path", "/moved"),
+        ("settings", SETTINGS | {"attention_backend": "fa3"}),
+    ],
+)  # fmt: skip
+def test_what_changes_rounding_at_most_is_recorded_and_no_difference(
+    name: str, value: object
+) -> None:
+    now = facts(**{name: value})
+    assert names(facts(), now) == []
+    assert now[name] == value
+
+
+def test_other_weights_are_a_difference_where_the_fingerprints_compare() -> None:
+    assert names(facts(), facts(weights="bb")) == ["weights"]
+    assert names(facts(), facts(weights="aa+1f")) == ["weights"]
+    # Of other slices: the canary has to tell.
+    assert names(facts(), facts(weights="bb", weights_layout="m")) == []
+    # Nothing to compare with, and nothing to show.
+    assert names(facts(weights=None), facts()) == []
+    assert names(facts(), facts(weights=None)) == ["weights"]
+
+
+def test_an_older_plugin_announces_no_settings_and_that_alone_is_no_difference() -> None:
+    assert facts(settings={})["settings"] is None
+    assert names(facts(settings={}), facts()) == []
+    assert names(facts(weights=None), facts(weights=None, settings={})) == []
+
+
+def test_a_data_set_without_recorded_starts_is_compared_by_what_it_was_begun_with() -> None:
+    begun = facts_of_identity(make_identity(config_digest="fake", quantization=None))
+    assert names(begun, facts()) == []
+    assert names(begun, facts(config_digest="x", quantization="fp8", kv_cache_dtype="fp8")) == [
+        "config_digest", "quantization",
+    ]  # fmt: skip
