@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +52,16 @@ class Real(Server):
 
 @contextmanager
 def real_server(
-    directory: Path, *, root: Path | None = None, port: int | None = None, name: str = "server"
+    directory: Path,
+    *,
+    root: Path | None = None,
+    port: int | None = None,
+    name: str = "server",
+    extra_args: Sequence[str] = (),
 ) -> Iterator[Real]:
     """A tiny Llama in chunks of 32 tokens, so that most prompts come in several pieces.
 
+    directory: its model is made in the folder `llama` there, unless it is there already.
     root, port: of a server that this one takes the place of. name: of its log in `directory`.
     """
     from rig.models import tiny
@@ -73,6 +79,7 @@ def real_server(
                 "--context-length", str(CONTEXT_TOKENS),
                 # Else it would spin on a core while other tests run.
                 "--sleep-on-idle",
+                *extra_args,
             ),
             # On a busy machine the threads of a team wait for each other longer than they work.
             env={"OMP_NUM_THREADS": "1"},

@@ -121,8 +121,13 @@ async def test_every_row_of_a_prompt_arrives_with_its_token(talk: Talk, length: 
     ids = ids_of(length)
     reply, pieces = await talk.sample(ids)
     assert reply == ReplyFacts(
-        prompt_tokens=length, cached_tokens=0, finish_type="length", finish_message=""
+        prompt_tokens=length,
+        cached_tokens=0,
+        finish_type="length",
+        finish_message="",
+        weight_version="default",
     )
+    assert talk.facts.weight_version == reply.weight_version
     assert sum(piece.rows for piece in pieces) == length
     for piece in pieces:
         dump = piece.handle.dump

@@ -1,0 +1,124 @@
+"""How far the canaries of one model are apart, and those of others: what a tolerance must allow.
+
+    python -m benchmarks.canary_noise --server URL --dump-dir ROOT --keep FILE [--rounds 20]
+    python -m benchmarks.canary_noise --server URL --dump-dir ROOT --against FILE [--rounds 20]
+
+Asks a running server with the plugin for the canary of `extractor run`, first with nothing beside
+it, then while it works on other prompts, so that the canary shares its batches. Prints the largest
+error of any state (extractor/canary.py) against the first canary: of this server, which --keep
+writes to a file, or of that file. The second form, with a server that was started in another way
+(another attention backend, another size of chunks, another checkpoint), shows what that changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.command import Failed, add_server, command_parser, number_from, run_command
+from benchmarks.load import prefill_s, random_prompts
+from extractor.canary import Comparison, compare, ids_of
+from extractor.client import Client
+from extractor.collector import Collector
+from extractor.config import RunOptions
+from extractor.preflight import Target, require_probe
+from extractor.served import facts_of
+from extractor.targets import require_target
+
+#: Prompts that the server works on beside the canary, and their tokens.
+BESIDE = 48
+BESIDE_TOKENS = 200
+
+
+async def canaries(
+    client: Client, target: Target, count: int, ids: Sequence[int] | None
+) -> list[bytes]:
+    """That many canaries, one after another."""
+    return [
+        await require_probe(client, target, run_id=secrets.token_hex(4), canary_ids=ids)
+        for _ in range(count)
+    ]
+
+
+@asynccontextmanager
+async def load(target: Target) -> AsyncIterator[None]:
+    """Other prompts with the server for the length of the block."""
+    generator = np.random.default_rng(1)
+
+    async def send() -> None:
+        while True:
+            prompts = random_prompts(
+                BESIDE,
+                num_tokens=BESIDE_TOKENS,
+                vocab_size=target.ready.vocab_size,
+                generator=generator,
+            )
+            await prefill_s(target.url, prompts, concurrency=BESIDE)
+
+    # Nobody waits for their dumps, so the collector removes them.
+    collector = Collector(target.ranks, rid_prefix="xtr-bench-")
+    tasks = [asyncio.create_task(send()), asyncio.create_task(collector.run())]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await collector.clear()
+
+
+def line(name: str, comparisons: Sequence[Comparison]) -> str:
+    worst = max(comparisons, key=lambda comparison: comparison.error)
+    return (
+        f"{name:12} {len(comparisons):3} canaries: largest error {worst.error:.6f} at "
+        f"{worst.state}, tolerance {worst.tolerance:g}"
+    )
+
+
+async def measure(
+    url: str, root: Path, *, rounds: int, keep: Path | None, against: Path | None
+) -> None:
+    options = RunOptions(prompts=(Path("none"),), server_urls=(url,), dump_root=root)
+    reference = None if against is None else against.read_bytes()
+    ids = None if reference is None else ids_of(reference).tolist()
+    async with Client(url, concurrency=BESIDE + 1, request_timeout_s=600.0) as client:
+        target = await require_target(client, options)
+        print(f"{target.ready.model_path}: {facts_of(target.ready)}")
+        alone = await canaries(client, target, rounds, ids)
+        if reference is None:
+            reference = alone[0]
+        if keep is not None:
+            keep.write_bytes(reference)
+        print(line("alone", [compare(reference, canary) for canary in alone]))
+        async with load(target):
+            beside = await canaries(client, target, rounds, ids)
+        print(line("under load", [compare(reference, canary) for canary in beside]))
+
+
+def main() -> None:
+    parser = command_parser(__doc__, __file__)
+    add_server(parser)
+    parser.add_argument("--rounds", type=number_from(2), default=20, help="canaries of each kind")
+    parser.add_argument("--keep", type=Path, help="file for the first canary")
+    parser.add_argument("--against", type=Path, help="file of a canary to compare with")
+    options = parser.parse_args()
+    if options.keep is not None and options.against is not None:
+        raise Failed("--keep and --against exclude each other")
+    asyncio.run(
+        measure(
+            options.server,
+            options.dump_dir,
+            rounds=options.rounds,
+            keep=options.keep,
+            against=options.against,
+        )
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
