@@ -1,5 +1,9 @@
 """A fingerprint of the weights in memory: every byte of every parameter and buffer.
 
+Left out are buffers that belong to no checkpoint (torch's non-persistent ones): tables that the
+engine computes from the config, such as rotary embeddings. Another release of torch may round them
+in another way, and they may grow while the server runs.
+
 It is computed where the tensors are, in integer arithmetic only, so equal bytes give equal values
 on every device. It detects accidents, such as a checkpoint that was replaced under the same path;
 it is not a defence against somebody who forges weights.
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -144,9 +148,12 @@ def _factors(count: int) -> torch.Tensor:
     return torch.frombuffer(noise, dtype=torch.int64).bitwise_or_(1)
 
 
-def _named_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        computed = module._non_persistent_buffers_set
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in computed:
+                yield f"{path}.{name}" if path else name, tensor
 
 
 def _leaves(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
