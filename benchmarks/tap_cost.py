@@ -29,6 +29,7 @@ from server_patch.ring import Ring, plan_ring
 from server_patch.staging import CpuStager, States
 from server_patch.stats import Stats
 from server_patch.tap import Tap
+from server_patch.weights import Weights
 from server_patch.writer import WriterPool
 
 HIDDEN_SIZE = 64
@@ -72,7 +73,13 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
     )
     writers.start()
     tap = Tap(
-        rid_prefix="xtr-", layout=layout, ring=ring, stager=stager, writers=writers, stats=stats
+        rid_prefix="xtr-",
+        layout=layout,
+        ring=ring,
+        stager=stager,
+        writers=writers,
+        stats=stats,
+        weights=Weights(boot_id="benchmark", found=None),
     )
     return tap, writers
 

@@ -13,6 +13,8 @@ import importlib
 import importlib.util
 import inspect
 import json
+import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +25,9 @@ from typing import Any, Final
 import torch
 
 from server_patch import targets
+from server_patch.weights import Ranks
+
+logger = logging.getLogger(__name__)
 
 #: Hook targets. The second only refines the first (see `note_prompt_lengths`).
 LOAD_MODEL: Final = targets.LOAD_MODEL
@@ -58,6 +63,7 @@ class Facts:
     radix_cache: bool
     quantization: str | None
     kv_cache_dtype: str | None
+    weight_version: str | None
 
 
 def read_facts(runner: Any) -> Facts:
@@ -94,12 +100,29 @@ def read_facts(runner: Any) -> Facts:
             getattr(config, "quantization", None) or settings.get("quantization")
         ),
         kv_cache_dtype=_text_or_none(settings.get("kv_cache_dtype")),
+        weight_version=_text_or_none(settings.get("weight_version")),
     )
 
 
 def is_draft(runner: Any) -> bool:
     """Is this the runner of a speculative drafter?"""
     return bool(_get(runner, "is_draft_worker"))
+
+
+def tensor_parallel_ranks(runner: Any) -> Ranks:
+    """The ranks that share the model of `runner`. Raises EngineError."""
+    if int(Settings(_get(runner, "server_args")).need("tp_size")) == 1:
+        return Ranks(rank=0, ranks=[0], store=None)
+    module = importlib.import_module("sglang.srt.distributed.parallel_state")
+    group = _get(module, "get_tp_group")()
+    # Where the processes found each other at start: a key-value store, kept by one of them.
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return Ranks(rank=int(_get(group, "rank")), ranks=list(_get(group, "ranks")), store=store)
+
+
+def loads_weights_later(runner: Any) -> bool:
+    """Does `load_model` leave the model's weights to `finalize_startup_weight_load`?"""
+    return getattr(runner, "startup_weight_load", None) is not None
 
 
 def refusals(runner: Any) -> list[str]:
@@ -234,9 +257,83 @@ def version() -> str:
 
 
 def register_after(target: str, hook: Callable[..., Any]) -> None:
-    """Call `hook(result, *args, **kwargs)` after every call of `target`."""
+    """Call `hook(result, *args, **kwargs)` after every call of `target` that returns."""
     registry = importlib.import_module("sglang.srt.plugins.hook_registry")
     registry.HookRegistry.register(target, hook, registry.HookType.AFTER)
+
+
+def register_before(target: str, hook: Callable[..., None]) -> None:
+    """Call `hook(*args, **kwargs)` before every call of `target`."""
+    registry = importlib.import_module("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry.register(target, hook, registry.HookType.BEFORE)
+
+
+def register_weight_hooks(
+    *,
+    before_update: Callable[[], None],
+    after_label: Callable[[str], None],
+    after_late_load: Callable[[Any], None],
+) -> None:
+    """Call `before_update` before everything that may change the weights in memory, also if that
+    fails halfway, `after_label` with each new label of them, and `after_late_load` with the runner
+    whose weights came after `load_model`. What they raise is logged.
+    """
+
+    def safely(act: Callable[..., None], *arguments: Any) -> None:
+        try:
+            act(*arguments)
+        except Exception:
+            logger.exception("hidden states: a change of the weights cannot be followed")
+
+    def update(*_: Any, **__: Any) -> None:
+        safely(before_update)
+
+    def check(_owner: Any, action: Any = None, *_: Any, **__: Any) -> None:
+        if action == targets.RESET_ACTION:
+            safely(before_update)
+
+    def release(_owner: Any, request: Any = None, *_: Any, **__: Any) -> None:
+        tags = getattr(request, "tags", None)
+        if not tags or targets.WEIGHTS_TAG in tags:
+            safely(before_update)
+
+    def label(_result: Any, _owner: Any, new_version: Any = None, *_: Any, **__: Any) -> None:
+        if new_version is not None:
+            safely(after_label, str(new_version))
+
+    def request_label(result: Any, owner: Any, request: Any = None, *_: Any, **__: Any) -> None:
+        if getattr(result, "success", False):
+            label(result, owner, getattr(request, "weight_version", None))
+
+    def late(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
+        safely(after_late_load, runner)
+
+    for hooked, hook in (
+        *((target, update) for target in targets.WEIGHT_UPDATES),
+        (targets.CHECK_WEIGHTS, check),
+        (targets.RELEASE_MEMORY, release),
+    ):
+        for place in _present(hooked):
+            register_before(place, hook)
+    for place in _present(targets.LATE_WEIGHTS):
+        register_after(place, late)
+    labels = _present(targets.NEW_LABEL)
+    for place in labels:
+        register_after(place, label)
+    if not labels:
+        for hooked in targets.LABELLING_REQUESTS:
+            for place in _present(hooked):
+                register_after(place, request_label)
+
+
+def _present(target: targets.Target) -> list[str]:
+    """Places of `target` in this release, as the hook registry names them."""
+    found = []
+    for place in target.places:
+        with suppress(ImportError, AttributeError):
+            pkgutil.resolve_name(place)
+            found.append(place.replace(":", "."))
+    return found
 
 
 # ---- one forward -------------------------------------------------------------------------------

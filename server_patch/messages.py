@@ -46,18 +46,20 @@ class Job(NamedTuple):
     slot_rows: int = 0  # rows the slot was filled with: they place its sections
     pieces: Sequence[Piece] = ()
     failures: Sequence[Failure] = ()
+    weights: str | None = None  # id of the weights that the rows were computed with
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Job:
-        slot, slot_rows, pieces, failures = json.loads(data)
+        slot, slot_rows, pieces, failures, weights = json.loads(data)
         return cls(
             slot=slot,
             slot_rows=slot_rows,
             pieces=[Piece(*fields) for fields in pieces],
             failures=[Failure(*fields) for fields in failures],
+            weights=weights,
         )
 
 

@@ -27,9 +27,13 @@ if TYPE_CHECKING:
     from server_patch.engine import Facts
     from server_patch.home import Home
     from server_patch.layer_hooks import LayerHooks
+    from server_patch.weights import Found, Measured, Weights
     from server_patch.writing import Writing
 
 logger = logging.getLogger(__name__)
+
+#: Of this process's model, where it writes dumps.
+_weights: Weights | None = None
 
 
 def register() -> None:
@@ -48,6 +52,11 @@ def register() -> None:
     os.environ.setdefault(BOOT_ID, make_boot_id())
     engine.register_after(engine.LOAD_MODEL, _after_load_model)
     engine.register_after(engine.INIT_FORWARD_BATCH, engine.note_prompt_lengths)
+    engine.register_weight_hooks(
+        before_update=_before_weight_update,
+        after_label=_after_weight_label,
+        after_late_load=_after_late_load,
+    )
 
 
 def _after_load_model(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
@@ -58,18 +67,55 @@ def _after_load_model(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
         if engine.is_draft(runner):
             return
         settings = Settings.from_environ(os.environ)
-        if settings is not None:
-            _set_up(runner, settings)
+        if settings is None:
+            return
+        # First, and whatever becomes of this rank: the others may count on its part.
+        measured = None if engine.loads_weights_later(runner) else _measure(runner)
+        _set_up(runner, settings, measured)
     except Exception:
         logger.exception("hidden states: not armed")
 
 
-def _set_up(runner: Any, settings: Settings) -> None:
+def _before_weight_update() -> None:
+    """Dumps of forwards from here on name other weights; earlier ones keep what they have."""
+    if _weights is not None:
+        _weights.updated()
+
+
+def _after_weight_label(version: str) -> None:
+    if _weights is not None:
+        _weights.labelled(version)
+
+
+def _after_late_load(runner: Any) -> None:
     from server_patch import engine
+
+    if not engine.is_draft(runner) and Settings.from_environ(os.environ) is not None:
+        measured = _measure(runner)
+        if _weights is not None:
+            _weights.loaded(measured.gather())
+
+
+def _measure(runner: Any) -> Measured:
+    """Compute and publish the fingerprint of this rank's weights."""
+    from server_patch import engine
+    from server_patch.weights import Measured
+
+    return Measured(lambda: engine.tensor_parallel_ranks(runner), runner.model)
+
+
+def _set_up(runner: Any, settings: Settings, measured: Measured | None) -> None:
+    global _weights
+    from server_patch import engine
+    from server_patch.weights import Weights
 
     facts = engine.read_facts(runner)
     home = _make_home(settings, facts) if facts.is_writer else None
-    rank = _Rank(runner=runner, settings=settings, facts=facts, home=home)
+    _weights = None
+    if home is not None:
+        found: Found | None = measured.gather() if measured is not None else None
+        _weights = Weights(boot_id=home.boot_id, found=found, version=facts.weight_version)
+    rank = _Rank(runner=runner, settings=settings, facts=facts, home=home, weights=_weights)
     try:
         rank.arm()
     except Exception as error:
@@ -90,6 +136,7 @@ class _Rank:
     settings: Settings
     facts: Facts
     home: Home | None  # where this rank writes; None where it does not
+    weights: Weights | None  # known on the ranks that write
 
     def arm(self) -> None:
         """Raises EngineError, SettingsError, ArmError: the same on every rank."""
@@ -206,7 +253,7 @@ class _Rank:
             audit=audit,
         )
         install(parts.inner, capture)
-        if self.home is None:
+        if self.home is None or self.weights is None:
             return
         try:
             writing = start_writing(
@@ -214,6 +261,7 @@ class _Rank:
                 facts=self.facts,
                 home=self.home,
                 boundaries=points.boundaries,
+                weights=self.weights,
             )
             probe: Probe | None = None
             if keeps_pre:

@@ -92,6 +92,7 @@ class Scribe:
             boot_id=assignment.boot_id,
             rank=assignment.rank,
             counter=piece.counter,
+            weights=job.weights,
         )
         parts: list[Buffer] = [encode_header(header)]
         base = job.slot * assignment.slot_bytes

@@ -20,6 +20,7 @@ from server_patch.scribe import describe
 from server_patch.spans import Span, is_ours, plan_spans, split_spans
 from server_patch.staging import Stager, States
 from server_patch.stats import Stats
+from server_patch.weights import Weights
 from server_patch.writer import WriterPool
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Tap:
         stager: Stager,
         writers: WriterPool,
         stats: Stats,
+        weights: Weights,
     ) -> None:
         self._rid_prefix = rid_prefix
         self._layout = layout
@@ -47,6 +49,7 @@ class Tap:
         self._stager = stager
         self._writers = writers
         self._stats = stats
+        self._weights = weights
         self._counter = itertools.count()
         self._failed = False
 
@@ -124,7 +127,7 @@ class Tap:
             )
             for span in group
         ]
-        self._writers.submit(slot, slot_rows=end - begin, pieces=pieces)
+        self._writers.submit(slot, slot_rows=end - begin, pieces=pieces, weights=self._weights.id)
         return waited
 
     def _take_slot(self) -> tuple[Slot, float]:

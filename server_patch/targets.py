@@ -37,7 +37,7 @@ class Target:
     until: str | None = None  # first release without it; a name that goes unannounced is an error
 
 
-#: What `register_after` hooks.
+#: What is hooked in every release.
 LOAD_MODEL: Final = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 INIT_FORWARD_BATCH: Final = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 
@@ -51,6 +51,88 @@ _PARALLEL = f"{_CONTEXT}:ParallelContext"
 _PARALLEL_FIELDS = "sglang.srt.arg_groups.fields.parallel:Parallel"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
 _SCHEDULE = "sglang.srt.managers.schedule_batch"
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
+_UPDATE_REQUESTS = (
+    "sglang.srt.managers.scheduler_update_weights_mixin:SchedulerUpdateWeightsMixin",
+    "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager",
+)
+
+#: What changes the weights in memory, hooked where a release has it. LoRA adapters are not among
+#: them: they act on requests that name one, and ours name none.
+WEIGHT_UPDATES: Final = (
+    *(
+        Target(
+            places=tuple(f"{owner}.update_weights_from_{source}" for owner in (_RUNNER, _UPDATER)),
+            why="hooked: new weights",
+            until=until,
+        )
+        for source, until in (
+            ("disk", None), ("tensor", None), ("ipc", None), ("distributed", "0.5.21"),
+        )
+    ),
+    *(
+        Target(places=(f"{_UPDATER}.{name}",), why="hooked: new weights", since="0.5.21")
+        for name in (
+            "load_weights_from_distributed", "begin_weight_update", "end_weight_update",
+        )
+    ),
+)  # fmt: skip
+#: Overwrites the weights, if its action is RESET_ACTION.
+CHECK_WEIGHTS: Final = Target(
+    places=(f"{_RUNNER}.check_weights",),
+    parameters=("action",),
+    why="hooked: one action overwrites the weights",
+)
+RESET_ACTION: Final = "reset_tensors"
+#: Gives the memory of the weights away, if its tags are none or WEIGHTS_TAG is among them.
+RELEASE_MEMORY: Final = Target(
+    places=tuple(f"{owner}.release_memory_occupation" for owner in _UPDATE_REQUESTS),
+    parameters=("recv_req",),
+    why="hooked: the weights are lost",
+)
+WEIGHTS_TAG: Final = "weights"
+#: The weights of a server that starts with `--startup-weight-load-mode overlap`.
+LATE_WEIGHTS: Final = Target(
+    places=(f"{_RUNNER}.finalize_startup_weight_load",),
+    since="0.5.18",
+    why="hooked: the weights are there only now",
+)
+#: The engine's label of the weights changes.
+NEW_LABEL: Final = Target(
+    places=("sglang.srt.managers.scheduler:Scheduler.record_weight_version_change",),
+    parameters=("new_version",),
+    since="0.5.19",
+    why="hooked: the weights' label",
+)
+#: In older releases the scheduler knows it from the requests for new weights only.
+LABELLING_REQUESTS: Final = tuple(
+    Target(
+        places=tuple(f"{owner}.update_weights_from_{source}" for owner in _UPDATE_REQUESTS),
+        parameters=("recv_req",),
+        until="0.5.19",
+        why="hooked: the weights' label",
+    )
+    for source in ("disk", "tensor", "ipc", "distributed")
+)
+HOOKED: Final = (
+    *WEIGHT_UPDATES, CHECK_WEIGHTS, RELEASE_MEMORY, LATE_WEIGHTS, NEW_LABEL, *LABELLING_REQUESTS
+)  # fmt: skip
+
+_IO = "sglang.srt.managers.io_struct"
+_REQUESTS = (
+    Target(places=(f"{_IO}:ReleaseMemoryOccupationReqInput.tags",), why="whose memory"),
+    Target(
+        places=(f"{_IO}:UpdateWeightFromDiskReqInput.weight_version",),
+        until="0.5.19",
+        why="the weights' label",
+    ),
+    Target(
+        places=(f"{_IO}:UpdateWeightFromDiskReqOutput.success",),
+        until="0.5.19",
+        why="whether the weights have that label",
+    ),
+)
 
 _LOADING = (
     Target(
@@ -68,7 +150,10 @@ _LOADING = (
         parameters=("target", "hook", "hook_type"),
         why="how our hooks get there",
     ),
-    Target(places=("sglang.srt.plugins.hook_registry:HookType.AFTER",), why="their kind"),
+    *(
+        Target(places=(f"sglang.srt.plugins.hook_registry:HookType.{kind}",), why="their kind")
+        for kind in ("BEFORE", "AFTER")
+    ),
     Target(places=(f"{_RUNNER}.load_model",), why="hooked: arms the loaded model"),
     Target(
         places=(f"{_BATCH}.init_new",),
@@ -109,6 +194,18 @@ _RUNNER_AND_MODEL = (
         places=(f"{_RUNNER}.dp_rank", f"{_RUNNER}.ps", f"{_PARALLEL_FIELDS}.dp_rank"),
         since="0.5.12",  # before, nobody kept it: the first free number is taken
         why="which replica a process is of",
+    ),
+    *(
+        Target(
+            places=(f"sglang.srt.distributed.parallel_state:{name}",),
+            why="which ranks share a model",
+        )
+        for name in ("get_tp_group", "GroupCoordinator.rank", "GroupCoordinator.ranks")
+    ),
+    Target(
+        places=(f"{_RUNNER}.startup_weight_load",),
+        since="0.5.18",
+        why="weights that come after load_model",
     ),
     Target(
         places=("sglang.srt.layers.layer_boundary",),
@@ -167,6 +264,7 @@ _SETTINGS = (
             "max_prefill_tokens", "disable_radix_cache", "quantization", "kv_cache_dtype",
         )
     ),
+    _setting("weight_version", "told"),
     _setting("enable_dp_attention", "ranks share a forward"),
     _setting("attn_dp_size", "attention groups, apart from replicas", since="0.5.22"),
     *(
@@ -213,4 +311,6 @@ _SETTINGS = (
     _setting("skip_server_warmup", "refused where the warm-up is the proof"),
 )  # fmt: skip
 
-TARGETS: Final[tuple[Target, ...]] = (*_LOADING, *_RUNNER_AND_MODEL, *_FORWARD, *_SETTINGS)
+TARGETS: Final[tuple[Target, ...]] = (
+    *_LOADING, *_RUNNER_AND_MODEL, *HOOKED, *_REQUESTS, *_FORWARD, *_SETTINGS
+)  # fmt: skip

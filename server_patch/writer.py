@@ -106,9 +106,12 @@ class WriterPool:
         self._writers = [self._spawn() for _ in range(self._num_writers)]
         threading.Thread(target=self._run, name="hidden-states", daemon=True).start()
 
-    def submit(self, slot: Slot, *, slot_rows: int, pieces: Sequence[Piece]) -> None:
+    def submit(
+        self, slot: Slot, *, slot_rows: int, pieces: Sequence[Piece], weights: str | None = None
+    ) -> None:
         """Queue the dumps of one filled slot. Never blocks: the ring bounds them."""
-        self._queue.put((slot, Job(slot=slot.index, slot_rows=slot_rows, pieces=pieces)))
+        job = Job(slot=slot.index, slot_rows=slot_rows, pieces=pieces, weights=weights)
+        self._queue.put((slot, job))
 
     def submit_failures(self, failures: Sequence[Failure]) -> None:
         """Queue error records. Never blocks."""
@@ -353,7 +356,7 @@ def _split(job: Job, *, num_parts: int) -> list[Job]:
             rows = 0
         parts[-1].append(piece)
         rows += piece.rows
-    return [Job(slot=job.slot, slot_rows=job.slot_rows, pieces=part) for part in parts]
+    return [job._replace(pieces=part) for part in parts]
 
 
 def _as_failures(job: Job, reason: str) -> list[Failure]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from server_patch import ready
+from server_patch.dump_format import READY_NAME
 from server_patch.engine import Facts
 from server_patch.home import Home
 from server_patch.layout import Layout
@@ -15,6 +16,7 @@ from server_patch.settings import Settings
 from server_patch.staging import make_stager
 from server_patch.stats import Stats
 from server_patch.tap import Tap
+from server_patch.weights import Weights
 from server_patch.writer import WriterPool
 
 #: One process fills about 2.4 GB/s of fresh memory pages; a GPU can ask for more than that.
@@ -30,12 +32,13 @@ class Writing:
     facts: Facts
     home: Home
     boundaries: tuple[int, ...]
+    weights: Weights
     tap: Tap
     ring_plan: RingPlan
     num_writers: int
 
     def tell_ready(self, *, architecture: str, capture_method: str, config_digest: str) -> None:
-        """Write READY.json. Raises OSError."""
+        """Write READY.json, and again whenever the weights change. Raises OSError."""
         document = ready.make_ready(
             facts=self.facts,
             boot_id=self.home.boot_id,
@@ -49,7 +52,24 @@ class Writing:
             ring_bytes=self.ring_plan.total_bytes,
             num_writers=self.num_writers,
         )
-        ready.tell_ready(self.home.directory, document, file_mode=self.home.file_mode)
+
+        def write() -> None:
+            current = replace(
+                document,
+                weights=self.weights.id,
+                weights_layout=self.weights.layout,
+                weights_s=self.weights.seconds,
+                weight_version=self.weights.version,
+            )
+            ready.tell_ready(self.home.directory, current, file_mode=self.home.file_mode)
+
+        def write_again() -> None:
+            # It is taken back when the capture turns out to be wrong, and must stay so.
+            if (self.home.directory / READY_NAME).exists():
+                write()
+
+        write()
+        self.weights.watch(write_again)
 
 
 def start_writing(
@@ -58,6 +78,7 @@ def start_writing(
     facts: Facts,
     home: Home,
     boundaries: tuple[int, ...],
+    weights: Weights,
 ) -> Writing:
     """Allocate the ring and start the writer processes.
 
@@ -112,12 +133,14 @@ def start_writing(
         stager=stager,
         writers=writers,
         stats=stats,
+        weights=weights,
     )
     return Writing(
         settings=settings,
         facts=facts,
         home=home,
         boundaries=boundaries,
+        weights=weights,
         tap=tap,
         ring_plan=plan,
         num_writers=num_writers,

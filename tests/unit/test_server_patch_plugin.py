@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from server_patch import arm, engine, plugin, proof
-from server_patch.dump_format import FAILED_NAME, READY_NAME, decode_ready
+from server_patch import arm, engine, plugin, proof, weights
+from server_patch.dump_format import FAILED_NAME, READY_NAME, Ready, decode_ready
 from server_patch.engine import EngineError, RequestIds
 from server_patch.home import HomeError, make_boot_id, make_home
 from server_patch.ready import own_start_ticks
@@ -105,6 +106,7 @@ def test_registering_makes_one_boot_id_and_keeps_it(
 ) -> None:
     registered: list[str] = []
     monkeypatch.setattr(engine, "register_after", lambda target, hook: registered.append(target))
+    monkeypatch.setattr(engine, "register_weight_hooks", lambda **_: None)
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path))
     # Remembered for removal: `register` sets it behind the fixture's back.
     monkeypatch.setenv("SGLANG_HS_BOOT_ID", "x")
@@ -142,6 +144,180 @@ def test_a_loaded_model_is_armed_and_ready(armed_environment: Path, tmp_path: Pa
     assert runner.model.capture_aux_hidden_states is False
     assert runner.model.model.forward is not plain
     assert (armed_environment / "boot").stat().st_mode & 0o777 == 0o700
+
+
+def read_ready(root: Path) -> Ready:
+    return decode_ready((root / "boot" / "0" / READY_NAME).read_bytes())
+
+
+def test_ready_names_the_weights_by_their_content(
+    armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_runner(tmp_path, weight_version="v7")
+    second = make_runner(tmp_path)
+    second.model.load_state_dict(first.model.state_dict())
+    with torch.no_grad():
+        next(second.model.parameters()).add_(1e-3)
+    found = []
+    for boot, runner in (("boot", first), ("again", first), ("changed", second)):
+        monkeypatch.setenv("SGLANG_HS_BOOT_ID", boot)
+        plugin._after_load_model(None, runner)
+        path = armed_environment / boot / "0" / READY_NAME
+        found.append(decode_ready(path.read_bytes()))
+        vars(runner.model.model).pop("forward")
+    assert found[0].weights == found[1].weights != found[2].weights
+    assert found[0].weights_layout == found[1].weights_layout == found[2].weights_layout
+    assert (found[0].weight_version, found[2].weight_version) == ("v7", None)
+    assert found[0].weights_s is not None
+
+
+def test_weights_that_cannot_be_read_leave_ready_without_their_id(
+    armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_model: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(weights, "fingerprint", broken)
+    plugin._after_load_model(None, make_runner(tmp_path))
+    assert read_ready(armed_environment).weights is None
+
+
+def test_an_update_and_a_label_are_told_in_ready(armed_environment: Path, tmp_path: Path) -> None:
+    plugin._after_load_model(None, make_runner(tmp_path, weight_version="default"))
+    loaded = read_ready(armed_environment)
+    plugin._before_weight_update()
+    updated = read_ready(armed_environment)
+    assert updated.weights is not None and loaded.weights is not None
+    assert updated.weights.startswith(f"{loaded.weights}+")
+    assert updated == dataclasses.replace(loaded, weights=updated.weights)
+    plugin._after_weight_label("v2")
+    assert read_ready(armed_environment) == dataclasses.replace(updated, weight_version="v2")
+
+
+def test_an_update_does_not_bring_back_a_ready_that_was_taken_back(
+    armed_environment: Path, tmp_path: Path
+) -> None:
+    plugin._after_load_model(None, make_runner(tmp_path))
+    (armed_environment / "boot" / "0" / READY_NAME).unlink()
+    plugin._before_weight_update()
+    assert not (armed_environment / "boot" / "0" / READY_NAME).exists()
+
+
+def test_weights_that_come_after_the_model_are_told_then(
+    armed_environment: Path, tmp_path: Path
+) -> None:
+    runner = make_runner(tmp_path)
+    runner.startup_weight_load = object()
+    plugin._after_load_model(None, runner)
+    assert read_ready(armed_environment).weights is None
+    runner.startup_weight_load = None
+    plugin._after_late_load(runner)
+    assert read_ready(armed_environment).weights is not None
+
+
+class Registry:
+    """Stands in for the engine's; `call` does what its wrapper does."""
+
+    def __init__(self) -> None:
+        self.hooks: list[tuple[str, str, Any]] = []
+
+    def call(self, target: str, *args: Any, result: Any = None, **kwargs: Any) -> None:
+        for name, kind, hook in self.hooks:
+            if name == target:
+                assert hook(*([result] if kind == "after" else []), *args, **kwargs) is None
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    made = Registry()
+    for kind in ("before", "after"):
+        monkeypatch.setattr(
+            engine,
+            f"register_{kind}",
+            lambda target, hook, kind=kind: made.hooks.append((target, kind, hook)),
+        )
+    return made
+
+
+def stand_in_engine(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
+    """A release that has these places and no other."""
+
+    def resolve(place: str) -> None:
+        if place not in places:
+            raise AttributeError(place)
+
+    monkeypatch.setattr("server_patch.engine.pkgutil.resolve_name", resolve)
+
+
+RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
+MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin:SchedulerUpdateWeightsMixin"
+SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
+
+
+def test_each_way_of_changing_the_weights_is_followed(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+    places = [
+        f"{RUNNER}.update_weights_from_disk",
+        f"{RUNNER}.check_weights",
+        f"{RUNNER}.finalize_startup_weight_load",
+        f"{MIXIN}.release_memory_occupation",
+        f"{MIXIN}.update_weights_from_disk",
+    ]
+    stand_in_engine(monkeypatch, *places)
+    engine.register_weight_hooks(
+        before_update=lambda: heard.append("update"),
+        after_label=heard.append,
+        after_late_load=heard.append,
+    )
+    update, check, late, release, request = (place.replace(":", ".") for place in places)
+    assert {target for target, _, _ in registry.hooks} == {update, check, late, release, request}
+    registry.call(update, "runner", "/model", "auto")
+    assert heard == ["update"]
+    registry.call(check, "runner", action="snapshot")
+    registry.call(release, "scheduler", SimpleNamespace(tags=["kv_cache"]))
+    assert heard == ["update"]
+    registry.call(check, "runner", action="reset_tensors", allow_quant_error=False)
+    registry.call(release, "scheduler", SimpleNamespace(tags=["weights"]))
+    registry.call(release, "scheduler", SimpleNamespace(tags=None))
+    assert heard == ["update"] * 4
+    asked = SimpleNamespace(weight_version="v2")
+    registry.call(request, "scheduler", asked, result=SimpleNamespace(success=False))
+    assert heard == ["update"] * 4
+    registry.call(request, "scheduler", asked, result=SimpleNamespace(success=True))
+    registry.call(late, "the runner")
+    assert heard[4:] == ["v2", "the runner"]
+
+
+def test_newer_schedulers_say_themselves_that_the_label_is_new(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    label = f"{SCHEDULER}.record_weight_version_change"
+    stand_in_engine(monkeypatch, label, f"{MIXIN}.update_weights_from_disk")
+    engine.register_weight_hooks(
+        before_update=lambda: None, after_label=heard.append, after_late_load=lambda _: None
+    )
+    assert [target for target, _, _ in registry.hooks] == [label.replace(":", ".")]
+    registry.call(label.replace(":", "."), "scheduler", new_version=None)
+    registry.call(label.replace(":", "."), "scheduler", new_version="v3")
+    assert heard == ["v3"]
+
+
+def test_an_update_goes_on_whatever_fails_in_ours(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError("disk full")
+
+    stand_in_engine(monkeypatch, f"{RUNNER}.update_weights_from_ipc")
+    engine.register_weight_hooks(
+        before_update=fail, after_label=lambda _: None, after_late_load=lambda _: None
+    )
+    with caplog.at_level(logging.ERROR):
+        registry.call(f"{RUNNER}.update_weights_from_ipc".replace(":", "."), "runner", "request")
+    assert "disk full" in caplog.text
 
 
 def test_the_quantisation_of_the_models_own_config_is_told(

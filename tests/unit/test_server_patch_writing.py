@@ -27,6 +27,7 @@ from server_patch.dump_format import (
     read_header,
 )
 from server_patch.engine import Batch
+from server_patch.fingerprint import Fingerprint
 from server_patch.layout import Layout
 from server_patch.messages import (
     MAX_MESSAGE_BYTES,
@@ -40,6 +41,7 @@ from server_patch.scribe import Scribe
 from server_patch.staging import CpuStager, StagingError, States, gather
 from server_patch.stats import STATS_NAME, Stats
 from server_patch.tap import Tap
+from server_patch.weights import Found, Weights
 from server_patch.writer import WriterPool, _split
 
 K, H = 3, 4
@@ -95,6 +97,7 @@ class Rig:
         RIGS.append(self)
         self.directory = directory
         self.stats = Stats()
+        self.weights = Weights(boot_id="boot", found=None)
         slot_bytes = LAYOUT.size_bytes(slot_rows) // 256 * 256 + 256
         self.ring = Ring(
             RingPlan(
@@ -139,6 +142,7 @@ class Rig:
             stager=stager,
             writers=self.writers,
             stats=self.stats,
+            weights=self.weights,
         )
         if start:
             self.writers.start()
@@ -204,6 +208,23 @@ def test_each_request_gets_its_own_rows(rig: Rig, packed: bool) -> None:
     assert_rows(b, b_tensors, 12)
     assert (rig.directory / "0000000000.safetensors").stat().st_mode & 0o777 == 0o640
     assert not list(rig.directory.glob(".tmp-*"))
+
+
+def test_a_dump_names_the_weights_of_its_forward(tmp_path: Path) -> None:
+    """Of its own forward, however long it waits for its writer, and in each part of a job."""
+    rig = Rig(tmp_path, start=False)
+    before = Found(fingerprint=Fingerprint(layout="l", content="before"), seconds=0)
+    rig.weights.loaded(before)
+    rig.tap.take(make_batch([3, 4]), make_states(7))
+    rig.weights.updated()
+    rig.tap.take(make_batch([5], ["xtr-after"]), make_states(5))
+    rig.writers.start()
+    rig.wait(dumps=3)
+    assert {header.rid: header.weights for header, _ in rig.dumps()} == {
+        "xtr-0": "before",
+        "xtr-1": "before",
+        "xtr-after": rig.weights.id,
+    }
 
 
 def test_a_forward_larger_than_a_slot_is_split(tmp_path: Path) -> None:
@@ -421,7 +442,8 @@ def test_writers_that_stand_still_do_not_stop_the_server(tmp_path: Path) -> None
 
 def test_a_job_is_spread_over_the_writers_and_fits_a_message() -> None:
     pieces = [Piece(rid=f"xtr-{i}" * 20, start=0, begin=i, rows=1, counter=i) for i in range(1000)]
-    parts = _split(Job(slot=3, slot_rows=1000, pieces=pieces), num_parts=4)
+    parts = _split(Job(slot=3, slot_rows=1000, pieces=pieces, weights="w"), num_parts=4)
+    assert {part.weights for part in parts} == {"w"}
     assert [piece for part in parts for piece in part.pieces] == pieces
     assert all(len(part.pieces) <= MAX_PIECES and part.slot == 3 for part in parts)
     assert all(len(part.encode()) < MAX_MESSAGE_BYTES for part in parts)

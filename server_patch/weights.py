@@ -1,0 +1,157 @@
+"""Which weights the model has: the id that READY.json and every dump carry.
+
+At load, each tensor-parallel rank publishes the fingerprint of its own part in the key-value store
+of the process group, and goes on; only the ranks that write dumps wait for the others' parts. There
+is no collective, so a rank that fails, or a node on which the plugin is not set up, cannot hang the
+others: the weights then have no id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from server_patch.fingerprint import Fingerprint, combine, fingerprint
+
+logger = logging.getLogger(__name__)
+
+#: How long a rank waits for the others' fingerprints, besides the time its own took: the engine has
+#: just let all of them meet.
+_PATIENCE_S: Final = 60.0
+_rounds = itertools.count()  # fingerprints taken in this process: as many on every rank
+
+
+class WeightsError(RuntimeError):
+    """The weights have no id; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The fingerprint of all ranks' weights."""
+
+    fingerprint: Fingerprint
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The processes that share one model, and the store that they share."""
+
+    rank: int
+    ranks: Sequence[int]  # in their order in the tensor-parallel group
+    store: Any  # a torch.distributed.Store; None where there is one rank
+
+
+class Weights:
+    """The weights of one model, as they are now."""
+
+    def __init__(self, *, boot_id: str, found: Found | None, version: str | None = None) -> None:
+        self.version = version  # the engine's label
+        self._boot_id = boot_id
+        self._watcher: Callable[[], None] = lambda: None
+        self._num_updates = 0
+        self.id: str | None = None
+        self._take(found)
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` after every change, instead of an earlier one."""
+        self._watcher = watcher
+
+    def loaded(self, found: Found | None) -> None:
+        """The weights have been read only now."""
+        self._take(found)
+        self._watcher()
+
+    def updated(self) -> None:
+        """The weights in memory have changed. The new id is that of no other server, and the same
+        on all ranks of this one."""
+        self._num_updates += 1
+        update = hashlib.sha256(f"{self._boot_id}/{self._num_updates}".encode()).hexdigest()[:8]
+        self.id = f"{self._loaded or 'unknown'}+{update}"
+        self._watcher()
+
+    def labelled(self, version: str) -> None:
+        """The engine has a new label for them."""
+        if version != self.version:
+            self.version = version
+            self._watcher()
+
+    def _take(self, found: Found | None) -> None:
+        self._loaded = found.fingerprint.content if found else None
+        self.layout = found.fingerprint.layout if found else None
+        self.seconds = round(found.seconds, 4) if found else None
+        self.id = self._loaded
+
+
+class Measured:
+    """The fingerprint of this rank's weights, published to the others. Making one never raises."""
+
+    def __init__(self, find_ranks: Callable[[], Ranks], model: Any) -> None:
+        self._round = next(_rounds)
+        self._ranks: Ranks | None = None
+        self._error: Exception | None = None
+        self._own: Fingerprint | None = None
+        begun = time.perf_counter()
+        try:
+            self._ranks = find_ranks()
+            self._own = fingerprint(model)
+        except Exception as error:
+            self._error = error
+        self._seconds = time.perf_counter() - begun
+        try:
+            if self._ranks is not None and self._ranks.store is not None:
+                value = asdict(self._own) if self._own else {"error": repr(self._error)}
+                self._ranks.store.set(self._key(self._ranks.rank), json.dumps(value))
+        except Exception as error:
+            self._error = self._error or error
+
+    def gather(self) -> Found | None:
+        """The fingerprint of all ranks' weights, None (logged) where one of them has none. Waits
+        for them, but not for long."""
+        begun = time.perf_counter()
+        try:
+            if self._error is not None:
+                raise self._error
+            assert self._own is not None and self._ranks is not None
+            parts = [self._own]
+            if len(self._ranks.ranks) > 1:
+                parts = self._others(self._ranks)
+            seconds = self._seconds + time.perf_counter() - begun
+            return Found(fingerprint=combine(parts), seconds=seconds)
+        except Exception as error:
+            logger.warning(
+                "hidden states: the weights have no fingerprint, so a checkpoint that is replaced "
+                "under the same path goes unnoticed here: %s",
+                error,
+                exc_info=None if isinstance(error, WeightsError) else error,
+            )
+            return None
+
+    def _others(self, ranks: Ranks) -> list[Fingerprint]:
+        """Raises WeightsError."""
+        keys = [self._key(rank) for rank in ranks.ranks]
+        patience = timedelta(seconds=_PATIENCE_S + self._seconds)
+        parts = []
+        for rank, key in zip(ranks.ranks, keys, strict=True):
+            try:
+                ranks.store.wait([key], patience)
+            except Exception as error:
+                raise WeightsError(
+                    f"rank {rank} has not published its part within {patience.seconds} s: is the "
+                    "plugin installed, and SGLANG_HS_DUMP_DIR set, on every node?"
+                ) from error
+            value = json.loads(ranks.store.get(key))
+            if "error" in value:
+                raise WeightsError(f"rank {rank}: {value['error']}")
+            parts.append(Fingerprint(**value))
+        return parts
+
+    def _key(self, rank: int) -> str:
+        return f"hidden-states/weights/{self._round}/{rank}"
