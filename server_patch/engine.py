@@ -16,9 +16,10 @@ import json
 import logging
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,6 +65,7 @@ class Facts:
     quantization: str | None
     kv_cache_dtype: str | None
     weight_version: str | None
+    settings: Mapping[str, str]  # that may change numbers
 
 
 def read_facts(runner: Any) -> Facts:
@@ -101,7 +103,94 @@ def read_facts(runner: Any) -> Facts:
         ),
         kv_cache_dtype=_text_or_none(settings.get("kv_cache_dtype")),
         weight_version=_text_or_none(settings.get("weight_version")),
+        settings=numeric_settings(runner),
     )
+
+
+#: Of a text config: what decides the rotary embeddings.
+_ROPE: Final = (
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_type", "rope_local_base_freq",
+    "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings",
+)  # fmt: skip
+#: Of any config: where it came from.
+_VOLATILE: Final = ("_name_or_path", "_commit_hash", "transformers_version")
+#: Values of settings that are off.
+_OFF: Final = ("", "auto", "none", "{}", "[]")
+_MAX_SETTING_CHARS: Final = 300
+
+
+def numeric_settings(runner: Any) -> dict[str, str]:
+    """What may change the states of one prompt, as the engine resolved it: name -> value. What is
+    off or unset is left out, and what a release does not have."""
+    settings = Settings(_get(runner, "server_args"))
+    config = _get(runner, "model_config")
+    device = next(_get(runner, "model").parameters()).device
+    on_gpu = device.type == "cuda"
+    values: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "torch": torch.__version__,
+        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
+        "context_length": getattr(config, "context_len", None),
+        "rope": _rope(getattr(config, "hf_text_config", None)),
+        "model_config": _digest_of(getattr(config, "hf_config", None)),
+    }
+    for target in targets.NUMERIC_SETTINGS:
+        name = target.places[0].rpartition(".")[2]
+        values[name] = settings.get(name)
+    # The model's own config decides when no argument does.
+    values["quantization"] = getattr(config, "quantization", None) or values["quantization"]
+    texts = {name: _setting_text(value) for name, value in values.items()}
+    return {
+        name: text
+        for name, text in texts.items()
+        if text not in _OFF and not (name.endswith("_size") and text == "1")
+    }
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    found = {name: getattr(config, name, None) for name in _ROPE}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _digest_of(config: Any) -> str | None:
+    """Of a Hugging Face config, with overrides and with the defaults that transformers adds."""
+    if config is None:
+        return None
+    return hashlib.sha256(_canonical(config.to_dict()).encode()).hexdigest()[:32]
+
+
+def _setting_text(value: Any) -> str:
+    if value is None or value is False:
+        return ""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool | int | float | str):
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+    else:
+        text = _canonical(value)
+    if len(text) <= _MAX_SETTING_CHARS:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return f"{text[: _MAX_SETTING_CHARS - 50]}... sha256:{digest}"
+
+
+def _canonical(value: Any) -> str:
+    """JSON that is the same for equal values in every process."""
+    return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items() if k not in _VOLATILE}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "lora_path"):  # the engine gives each adapter a random id
+        return f"{getattr(value, 'lora_name', None)}={value.lora_path}"
+    return str(value) if isinstance(value, torch.dtype | Enum) else type(value).__name__
 
 
 def is_draft(runner: Any) -> bool:

@@ -60,6 +60,7 @@ def make_ready(
         num_writers=num_writers,
         quantization=facts.quantization,
         kv_cache_dtype=facts.kv_cache_dtype,
+        settings=facts.settings,
         pid_namespace=os.readlink("/proc/self/ns/pid"),
     )
 

@@ -215,6 +215,52 @@ def test_weights_that_come_after_the_model_are_told_then(
     assert read_ready(armed_environment).weights is not None
 
 
+def test_settings_that_change_numbers_are_told_as_the_engine_resolved_them(
+    armed_environment: Path, tmp_path: Path
+) -> None:
+    adapter = SimpleNamespace(lora_id="random", lora_name="a", lora_path="/adapters/a")
+    runner = make_runner(
+        tmp_path,
+        kv_cache_dtype="fp8_e5m2",
+        attention_backend="triton",
+        enable_deterministic_inference=True,
+        torchao_config="",
+        json_model_override_args='{"rope_theta": 1}',
+        moe_a2a_backend="none",
+        tp_size=1,
+        page_size=16,
+        lora_paths=[adapter],
+        lora_target_modules={"v_proj", "q_proj"},
+        forward_hooks=[{"hook_factory": "x" * 1000}],
+        api_key="secret",
+    )
+    runner.model_config.quantization = "fp8"
+    runner.model_config.context_len = 4096
+    runner.model_config.hf_text_config.rope_theta = 1
+    runner.model_config.hf_config = SimpleNamespace(
+        to_dict=lambda: {"a": torch.bfloat16, "_name_or_path": "/any"}
+    )
+    plugin._after_load_model(None, runner)
+    settings = dict(read_ready(armed_environment).settings)
+    assert len(settings.pop("forward_hooks")) <= 300
+    assert settings.pop("torch") == torch.__version__
+    settings.pop("transformers", None)
+    assert settings == {
+        "kv_cache_dtype": "fp8_e5m2",
+        "attention_backend": "triton",
+        "enable_deterministic_inference": "true",
+        "json_model_override_args": '{"rope_theta": 1}',
+        "page_size": "16",
+        "lora_paths": '["a=/adapters/a"]',
+        "lora_target_modules": '["q_proj","v_proj"]',
+        "quantization": "fp8",
+        "context_length": "4096",
+        "rope": '{"rope_theta":1}',
+        "model_config": hashlib.sha256(b'{"a":"torch.bfloat16"}').hexdigest()[:32],
+        "device": "cpu",
+    }
+
+
 class Registry:
     """Stands in for the engine's; `call` does what its wrapper does."""
 
