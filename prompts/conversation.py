@@ -9,7 +9,7 @@ import orjson
 
 from prompts.align import Span
 from prompts.mask import Rendering, SpanFinder, without_thinking
-from prompts.options import ReadingOptions, Thinking
+from prompts.options import ReadingOptions, Thinking, Tools
 from prompts.thinking import (
     THINK_END,
     THINK_START,
@@ -24,8 +24,8 @@ from prompts.types import Alteration, RowError, RowReason
 
 
 def up_to_answer(conversation: Conversation, part: int) -> Conversation:
-    """The conversation up to its assistant turn number `part`; whole where it has none."""
-    answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
+    """The conversation up to number `part` of the answers to be trained; whole without any."""
+    answers = [index for index, turn in enumerate(conversation.turns) if turn.is_trained]
     if not answers:
         return conversation
     return replace(conversation, turns=conversation.turns[: answers[part] + 1])
@@ -46,6 +46,9 @@ class ConversationReader:
         self._options = options
         self._tools = conversation.tools
         self.alterations = set(conversation.alterations)
+        if self._tools and options.tools is Tools.DROP and not tokenizer.shows_tools:
+            self._tools = ()
+            self.alterations.add(Alteration.TOOLS_DROPPED)
         self._turns = conversation.turns
         if options.thinking is Thinking.DROP:
             self._turns = tuple(map(without_reasoning, self._turns))
@@ -58,6 +61,10 @@ class ConversationReader:
         answers = rendering.answers
         thoughtful = [index for index in answers if reasoning_of(rendering.turns[index])]
         trained = answers[-1:] if self._options.trains_last_only else answers
+        trained = [index for index in trained if rendering.turns[index].is_trained]
+        if answers and not trained:
+            detail = "the row excludes every answer that would be trained"
+            raise RowError(RowReason.NO_SUPERVISION, detail)
         located = sorted({*trained, *thoughtful})
         spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
         hidden = _hidden(rendering, thoughtful, spans)
@@ -136,7 +143,10 @@ class ConversationReader:
         text, form = rendering.text, self._tokenizer.form
         for tool in self._tools:
             if tool_name(tool) not in text:
-                detail = "tool definitions are not in the rendering: the template left them out"
+                detail = (
+                    "tool definitions are not in the rendering: the template left them out; "
+                    "--tools drop leaves them out where it knows none"
+                )
                 raise RowError(RowReason.RENDER_FAILED, detail)
         position = 0
         for index, turn in enumerate(rendering.turns):

@@ -36,6 +36,14 @@ TOOL_FORMS: Final = tuple(
 )
 
 PROBE_TOOL: Final = "probe_tool"
+PROBE_DEFINITION: Final = {
+    "type": "function",
+    "function": {
+        "name": PROBE_TOOL,
+        "description": "Probes.",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
 PROBE_THOUGHT: Final = "probe_thought"
 #: Some templates want an id of nine letters, some take the tool's name from it.
 PROBE_IDS: Final = ("a1b2c3d4e", f"functions.{PROBE_TOOL}:0")

@@ -17,8 +17,10 @@ import xxhash
 
 from prompts.align import Encoding, Places, Span
 from prompts.messages import (
+    PROBE_DEFINITION,
     PROBE_IDS,
     PROBE_THOUGHT,
+    PROBE_TOOL,
     TOOL_FORMS,
     MessageForm,
     as_messages,
@@ -111,6 +113,16 @@ class ChatTokenizer:
     def form(self) -> MessageForm:
         """What the chat template takes."""
         return self._form
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template writes tool definitions."""
+        turns = [Turn(role="user", content="Hi")]
+        try:
+            text = self.render(turns, generation_prompt=True, tools=[PROBE_DEFINITION])
+        except RowError:
+            return False
+        return PROBE_TOOL in text
 
     @cached_property
     def control_tokens(self) -> tuple[str, ...]:
