@@ -27,6 +27,7 @@ class MessageForm:
     #: Content of a turn that has tool calls only.
     empty_content: str | None = ""
     reasoning_key: str = REASONING_KEYS[0]
+    takes_reasoning: bool = False
 
 
 #: In order of preference: as SGLang and transformers themselves hand tool calls to a template.

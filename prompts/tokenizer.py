@@ -267,7 +267,7 @@ class ChatTokenizer:
         """Try what a template may take until its rendering shows it; cheap, once a tokenizer."""
         form = next(filter(self._shows_tool_call, TOOL_FORMS), MessageForm())
         for key in REASONING_KEYS:
-            trial = replace(form, reasoning_key=key)
+            trial = replace(form, reasoning_key=key, takes_reasoning=True)
             turns = [
                 Turn(role="user", content="Hi"),
                 Turn(role="assistant", content="Hello", reasoning=PROBE_THOUGHT),
