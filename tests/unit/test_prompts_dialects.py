@@ -285,6 +285,7 @@ json_values = st.recursive(
                 [
                     *("role", "from", "content", "value", "text", "type", "x", "name"),
                     *("tool_calls", "function", "arguments", "reasoning", "tools"),
+                    *("weight", "train", "masked", "mask", "labels", "train_detail"),
                 ]
             ),
             inner,
@@ -296,6 +297,8 @@ known_fields = st.sampled_from(
     [
         *("input_ids", "loss_mask", "messages", "conversations", "text", "system", "tools", "id"),
         *("data", "input", "output", "instruction", "prompt", "completion", "metadata"),
+        *("labels", "attention_mask", "position_ids", "prompt_ids", "completion_ids", "weight"),
+        *("train", "mask", "seq_lengths", "token_weights", "conversation", "query", "target"),
     ]
 )
 
