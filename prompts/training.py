@@ -42,9 +42,10 @@ _SPEAKS: Final = re.compile(
     r"(?:^|_)(?:[a-z]*mask(?:s|ed|ing)?|weights?|loss(?:es)?"
     r"|(?:un|no)?train(?:s|ed|ing|able)?|supervis(?:e|ed|ion))(?:_|$)"
 )
-_FLAG_TEXT: Final = re.compile(r"true|false|yes|no|[-+]?\d*\.?\d+", re.IGNORECASE)
+#: The last is what is left of a decimal out of Parquet or Arrow, and below of bytes.
+_FLAG_TEXT: Final = re.compile(r"true|false|yes|no|[-+]?\d*\.?\d+|<decimal>", re.IGNORECASE)
 #: A mask that a column of text holds: `[0, 0, 1]`, `0011`.
-_MASK_TEXT: Final = re.compile(r"[\[\]\s,01]*[01][\[\]\s,01]+")
+_MASK_TEXT: Final = re.compile(r"[\[\]\s,01]*[01][\[\]\s,01]+|<bytes>")
 
 
 @lru_cache(maxsize=4096)

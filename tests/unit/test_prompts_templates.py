@@ -540,6 +540,13 @@ def test_content_beside_a_call_that_the_template_leaves_out_fails_the_row() -> N
     assert bad.reason == RowReason.MASK_FAILED
 
 
+def test_a_part_of_the_history_that_the_template_leaves_out_fails_the_row() -> None:
+    turns = [user("hm"), answer("one moment", tool_calls=[call()]), result("rain"), answer("rain")]
+    bad = read("llama3", turns, ReadingOptions(train=Train.LAST))
+    assert isinstance(bad, BadRow)
+    assert bad.reason == RowReason.RENDER_FAILED
+
+
 def test_reasoning_before_calls_that_an_answer_follows() -> None:
     turns = [
         user("weather?"),

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from prompt_files import FORMS, as_array, as_jsonl, as_pretty_array
+from prompt_files import (
+    FORMS,
+    as_array,
+    as_arrow_file,
+    as_arrow_stream,
+    as_jsonl,
+    as_parquet,
+    as_pretty_array,
+)
 from templates import SMOLLM2, tokenizer_for
 
 from prompts.dialects import count_parts
@@ -313,6 +322,29 @@ def test_what_turns_say_is_read_or_fails_the_row(row: Any, expected: Any) -> Non
         assert item.alterations == ()
     else:
         refused(item, *expected)
+
+
+@pytest.mark.parametrize("form", [as_parquet, as_arrow_stream, as_arrow_file])
+def test_types_that_json_does_not_have_fail_their_row(tmp_path: Path, form: Any) -> None:
+    for number, (row, reason) in enumerate(
+        [
+            ({"input_ids": IDS, "loss_mask": b"\0\0\1\1"}, "bad_loss_mask"),
+            ({"input_ids": IDS, "token_mask": b"\0\0\1\1"}, "unsupported_field"),
+            ({"input_ids": IDS, "weight": Decimal("0.0")}, "bad_loss_mask"),
+            ({"messages": chat({"weight": Decimal("0.0")})}, "bad_loss_mask"),
+        ]
+    ):
+        path = tmp_path / str(number)
+        path.write_bytes(form([row]))
+        (item,) = read_prompts(scan_inputs([path]), plain_renderer())
+        refused(item, reason, "")
+
+
+def test_rows_of_one_column_type_have_nulls_where_a_turn_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(as_parquet([{"messages": chat({"weight": 0})}, {"messages": chat({})}]))
+    items = read_prompts(scan_inputs([path]), plain_renderer())
+    assert [trained(item) for item in items] == [SECOND, BOTH]
 
 
 def test_an_excluded_answer_stays_in_the_history() -> None:
