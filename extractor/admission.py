@@ -75,6 +75,12 @@ class Admission:
             if prompt is not row:
                 detail += f": they lie behind token {prompt.num_tokens}, where it was cut"
             return Refusal(reason=Reason.NO_SUPERVISION, detail=detail)
+        if prompt.num_trained < self._policy.min_trained:
+            detail = f"{prompt.num_trained} trained tokens"
+            if prompt is not row:
+                detail += f" in the first {prompt.num_tokens}, where it was cut"
+            detail += f", --min-trained is {self._policy.min_trained}"
+            return Refusal(reason=Reason.TOO_FEW_TRAINED, detail=detail)
         if self._limits is not None and (refused := refusal(prompt, self._limits)) is not None:
             return refused
         if self._limits is not None and self._room is not None:

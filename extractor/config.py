@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from extractor.errors import ConfigMismatch, UsageError
@@ -144,7 +144,8 @@ class Identity:
     def _comparable(self) -> dict[str, object]:
         """Every field by name; what `reading` holds, by the options that set it."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        reading = values.pop("reading")
+        # A manifest from before an option existed was begun with what is now its default.
+        reading = {**DEFAULT_READING, **values.pop("reading")}
         return {**values, **{_option_of(name): value for name, value in reading.items()}}
 
     def require_same(
@@ -246,7 +247,7 @@ class RunOptions:
     @property
     def reading_document(self) -> dict[str, Any]:
         """All that decides how rows become prompts, as the identity holds it."""
-        return {**self.reading.to_document(), **self.policy.to_document()}
+        return _reading_document(self.reading, self.policy)
 
     @property
     def manifest_path(self) -> Path:
@@ -255,6 +256,13 @@ class RunOptions:
     @property
     def shards_path(self) -> Path:
         return self.out / SHARDS_DIRECTORY
+
+
+def _reading_document(reading: ReadingOptions, policy: Policy) -> dict[str, Any]:
+    return {**reading.to_document(), **policy.to_document()}
+
+
+DEFAULT_READING: Final = _reading_document(DEFAULTS, DEFAULT_POLICY)
 
 
 def require_url(url: str) -> None:

@@ -40,14 +40,19 @@ class Policy:
     on_duplicate: OnDuplicate = OnDuplicate.KEEP
     max_tokens: int | None = None  # beside what the server takes
     min_tokens: int = 1
+    min_trained: int = 0
 
     def __post_init__(self) -> None:
         if self.min_tokens < 1:
             raise UsageError(f"--min-tokens must be >= 1, is {self.min_tokens}")
-        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
-            raise UsageError(
-                f"--max-tokens {self.max_tokens} is less than --min-tokens {self.min_tokens}"
-            )
+        if self.min_trained < 0:
+            raise UsageError(f"--min-trained must be >= 0, is {self.min_trained}")
+        for option, least in (
+            ("--min-tokens", self.min_tokens),
+            ("--min-trained", self.min_trained),
+        ):
+            if self.max_tokens is not None and self.max_tokens < least:
+                raise UsageError(f"--max-tokens {self.max_tokens} is less than {option} {least}")
 
     def to_document(self) -> dict[str, Any]:
         """The part that decides what is in a data set, JSON-ready."""
@@ -56,6 +61,7 @@ class Policy:
             "on_duplicate": self.on_duplicate.value,
             "max_tokens": self.max_tokens,
             "min_tokens": self.min_tokens,
+            "min_trained": self.min_trained,
         }
 
 

@@ -12,7 +12,7 @@ import orjson
 
 from extractor.errors import UsageError
 from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
-from prompts.options import Leading, ReadingOptions, Thinking, Train
+from prompts.options import Leading, ReadingOptions, Thinking, Tools, Train
 from prompts.tokenizer import check_template
 from prompts.types import TokenizerError
 
@@ -68,6 +68,22 @@ _READING = (
         help="Whether the loss mask marks reasoning.",
     ),
     click.option(
+        "--tools",
+        type=click.Choice(_values(Tools)),
+        default=Tools.KEEP.value,
+        show_default=True,
+        help="Tool definitions that the chat template does not write: fail the row, or leave them "
+        "out. A row that calls tools fails either way, as its answers are the calls.",
+    ),
+    click.option(
+        "--ignore-column",
+        "ignored_columns",
+        multiple=True,
+        metavar="NAME",
+        help="Read the rows as if they had no such column. Of the keys of turns, only those that "
+        "say what is trained (weight, train, ...) can be ignored.",
+    ),
+    click.option(
         "--chat-template",
         type=click.Path(path_type=Path),
         default=None,
@@ -119,6 +135,13 @@ _POLICY = (
         show_default=True,
         help="Shortest prompt.",
     ),
+    click.option(
+        "--min-trained",
+        type=click.IntRange(min=0),
+        default=0,
+        show_default=True,
+        help="Fewest trained tokens of a prompt, counted after a cut; prompts with fewer fail.",
+    ),
 )
 
 
@@ -147,6 +170,8 @@ def reading_from(values: dict[str, Any]) -> ReadingOptions:
         leading=Leading(values.pop("leading")),
         train=Train(values.pop("train")),
         train_thinking=values.pop("train_thinking"),
+        tools=Tools(values.pop("tools")),
+        ignored_columns=tuple(values.pop("ignored_columns")),
         template_kwargs={} if kwargs is None else _json_object("--template-kwargs", kwargs),
         chat_template=None if template is None else _text_of(template),
     )
@@ -160,6 +185,7 @@ def policy_from(values: dict[str, Any]) -> Policy:
         on_duplicate=OnDuplicate(values.pop("on_duplicate")),
         max_tokens=values.pop("max_tokens"),
         min_tokens=values.pop("min_tokens"),
+        min_trained=values.pop("min_trained"),
     )
 
 

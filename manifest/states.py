@@ -90,6 +90,7 @@ class Reason(StrEnum):
     TOO_LONG = "too_long"
     TOO_SHORT = "too_short"  # fewer tokens than --min-tokens
     NO_SUPERVISION = "no_supervision"  # it has an answer, but no token of it is trained
+    TOO_FEW_TRAINED = "too_few_trained"  # fewer trained tokens than --min-trained
     DUPLICATE = "duplicate"  # an earlier row gives the same prompt (--on-duplicate skip)
     TOO_LARGE = "too_large"  # its dump alone exceeds what /dev/shm may hold
 

@@ -8,12 +8,15 @@ from dataclasses import replace
 import orjson
 
 from prompts.align import Span
-from prompts.mask import Rendering, SpanFinder, without_thinking
-from prompts.options import ReadingOptions, Thinking
+from prompts.mask import Rendering, SpanFinder, answer_start, is_shown, without_thinking
+from prompts.options import ReadingOptions, Thinking, Tools
 from prompts.thinking import (
     THINK_END,
     THINK_START,
+    answer_of,
+    only_mentions_tags,
     reasoning_of,
+    with_reasoning_apart,
     with_reasoning_inlined,
     without_reasoning,
 )
@@ -24,8 +27,8 @@ from prompts.types import Alteration, RowError, RowReason
 
 
 def up_to_answer(conversation: Conversation, part: int) -> Conversation:
-    """The conversation up to its assistant turn number `part`; whole where it has none."""
-    answers = [index for index, turn in enumerate(conversation.turns) if turn.role == "assistant"]
+    """The conversation up to number `part` of the answers to be trained; whole without any."""
+    answers = [index for index, turn in enumerate(conversation.turns) if turn.is_trained]
     if not answers:
         return conversation
     return replace(conversation, turns=conversation.turns[: answers[part] + 1])
@@ -46,11 +49,16 @@ class ConversationReader:
         self._options = options
         self._tools = conversation.tools
         self.alterations = set(conversation.alterations)
+        if self._tools and options.tools is Tools.DROP and not tokenizer.shows_tools:
+            self._tools = ()
+            self.alterations.add(Alteration.TOOLS_DROPPED)
         self._turns = conversation.turns
         if options.thinking is Thinking.DROP:
             self._turns = tuple(map(without_reasoning, self._turns))
             if self._turns != conversation.turns:
                 self.alterations.add(Alteration.THINKING_DROPPED)
+        if tokenizer.form.takes_reasoning:
+            self._turns = tuple(map(_apart, self._turns))
 
     def text_and_spans(self) -> tuple[str, list[Span]]:
         """The rendering, and what of it is to be trained. Raises `RowError`."""
@@ -58,8 +66,18 @@ class ConversationReader:
         answers = rendering.answers
         thoughtful = [index for index in answers if reasoning_of(rendering.turns[index])]
         trained = answers[-1:] if self._options.trains_last_only else answers
-        located = sorted({*trained, *thoughtful})
+        trained = [index for index in trained if rendering.turns[index].is_trained]
+        if answers and not trained:
+            detail = "the row excludes every answer that would be trained"
+            raise RowError(RowReason.NO_SUPERVISION, detail)
+        # A template may cut an answer at a tag, be it one that is not trained.
+        tagged = [index for index in answers if THINK_END in answer_of(rendering.turns[index])]
+        located = sorted({*trained, *thoughtful, *tagged})
         spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
+        for index in set(answers) - set(located):
+            if not is_shown(rendering.turns[index], rendering.text):
+                detail = f"turn {index} (assistant): the template leaves out a part of it"
+                raise RowError(RowReason.RENDER_FAILED, detail)
         hidden = _hidden(rendering, thoughtful, spans)
         lost = [index for index in hidden if self._must_show(index, answers)]
         if lost == answers[-1:] and (written := self._written(rendering)) is not None:
@@ -136,7 +154,10 @@ class ConversationReader:
         text, form = rendering.text, self._tokenizer.form
         for tool in self._tools:
             if tool_name(tool) not in text:
-                detail = "tool definitions are not in the rendering: the template left them out"
+                detail = (
+                    "tool definitions are not in the rendering: the template left them out; "
+                    "--tools drop leaves them out where it knows none"
+                )
                 raise RowError(RowReason.RENDER_FAILED, detail)
         position = 0
         for index, turn in enumerate(rendering.turns):
@@ -162,10 +183,22 @@ class ConversationReader:
                 position = found + len(content)
 
 
+def _apart(turn: Turn) -> Turn:
+    """The turn as templates take it that would cut its answer at a tag that it only mentions."""
+    answer = answer_of(turn)
+    if turn.role == "assistant" and THINK_END in answer and only_mentions_tags(answer):
+        return with_reasoning_apart(turn)
+    return turn
+
+
 def _hidden(rendering: Rendering, indices: Iterable[int], spans: dict[int, Span]) -> list[int]:
     """The turns whose reasoning the rendering does not show."""
-    return [
-        index
-        for index in indices
-        if reasoning_of(rendering.turns[index]) not in rendering.text[slice(*spans[index])]
-    ]
+    hidden = []
+    for index in indices:
+        start, end = spans[index]
+        # Where it can be told, not in the answer: that may repeat a short thought.
+        position = answer_start(rendering, index, spans[index])
+        shown = rendering.text[start : end if position is None else position]
+        if reasoning_of(rendering.turns[index]) not in shown:
+            hidden.append(index)
+    return hidden

@@ -7,7 +7,7 @@ options name the columns to read. A new dialect is one more function there.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +16,9 @@ import numpy.typing as npt
 import orjson
 
 from prompts.options import DEFAULTS, ReadingOptions
+from prompts.token_masks import COLUMNS, ID_PAIR, read_tokens
 from prompts.tools import NOTHING
+from prompts.training import check_columns
 from prompts.turns import CONTENT_KEYS, ROLE_KEYS, ROLES, Conversation, read_turns
 from prompts.types import Alteration, RowError, RowReason, kind_of
 
@@ -43,7 +45,9 @@ class Ids:
     """Tokens to be sent as they are."""
 
     input_ids: npt.NDArray[np.int32]  # [N], N >= 1, none negative
+    num_written: int  # N and the padding that was cut
     loss_mask: npt.NDArray[np.uint8] | None  # [N], 0 or 1; None where the row has none
+    alterations: frozenset[Alteration] = frozenset()
 
 
 Item = Conversation | Text | Ids
@@ -76,13 +80,25 @@ def label_of(row: Row) -> str | None:
 def read_item(row: Row, options: ReadingOptions = DEFAULTS) -> Item:
     """What the row holds: of the fields that were asked for, or of the first dialect that knows it.
 
-    Raises `RowError`.
+    Raises `RowError`, also for columns that speak of training and are not understood.
     """
+    if options.ignored_columns:
+        row = {name: value for name, value in row.items() if name not in options.ignored_columns}
     item = _asked(row, options) if options.fields else _recognised(row, options)
+    _check_training(row, item, options)
     if isinstance(item, Conversation) and _has_value(row.get("rejected")):
         alterations = item.alterations | {Alteration.REJECTED_DROPPED}
         return replace(item, alterations=alterations)
     return item
+
+
+def _check_training(row: Row, item: Item, options: ReadingOptions) -> None:
+    if isinstance(item, Ids):
+        read, lengths = {*COLUMNS, *options.fields}, {item.num_written}
+    else:
+        read = set(options.fields)
+        lengths = {len(item.turns)} if isinstance(item, Conversation) else set()
+    check_columns(row, read=read, lengths=lengths, is_ids=isinstance(item, Ids))
 
 
 def _recognised(row: Row, options: ReadingOptions) -> Item:
@@ -96,7 +112,7 @@ def _recognised(row: Row, options: ReadingOptions) -> Item:
 
 
 def _why_unknown(row: Row) -> str:
-    known = ("input_ids", *TURN_FIELDS, "data", *QUESTIONS, *ANSWERS, "text")
+    known = ("input_ids", *ID_PAIR, *TURN_FIELDS, "data", *QUESTIONS, *ANSWERS, "text")
     if found := [field for field in known if field in row]:
         columns = ", ".join(f"{field} is {kind_of(row[field])}" for field in found[:MAX_NAMES])
         answers = " or ".join(ANSWERS)
@@ -113,7 +129,7 @@ def _why_unknown(row: Row) -> str:
 
 
 def count_parts(data: bytes, options: ReadingOptions) -> int:
-    """How many prompts a row expands to: one for each assistant turn, one where there is none.
+    """How many prompts a row expands to: one for each answer to be trained, or one.
 
     A row that gives no prompt counts as one, which then fails with its reason.
     """
@@ -123,7 +139,7 @@ def count_parts(data: bytes, options: ReadingOptions) -> int:
         return 1
     if not isinstance(item, Conversation):
         return 1
-    return max(1, sum(turn.role == "assistant" for turn in item.turns))
+    return max(1, sum(turn.is_trained for turn in item.turns))
 
 
 def _asked(row: Row, options: ReadingOptions) -> Item:
@@ -138,6 +154,8 @@ def _asked(row: Row, options: ReadingOptions) -> Item:
             raise RowError(RowReason.UNKNOWN_SHAPE, detail)
         values.append(row[field])
     if len(values) == 2:
+        if all(isinstance(value, list) and value and _all_of(value, {int}) for value in values):
+            return _id_pair(row, options.fields)
         return _pair(row, options.fields[0], options.fields[1], options)
     (field,) = options.fields
     value = _listed(field, values[0])
@@ -153,30 +171,54 @@ def _asked(row: Row, options: ReadingOptions) -> Item:
 
 
 def _ids(row: Row, options: ReadingOptions) -> Ids | None:
-    if (ids := row.get("input_ids")) is None:
-        return None
-    return _read_ids("input_ids", ids, row)
+    if (ids := row.get("input_ids")) is not None:
+        return _read_ids("input_ids", ids, row)
+    if all(isinstance(row.get(name), list) for name in ID_PAIR):
+        return _id_pair(row, ID_PAIR)
+    return None
 
 
 def _read_ids(field: str, ids: object, row: Row) -> Ids:
+    """The ids of one column; where the row says which are the prompt's, that is its mask, too."""
+    values = _id_list(field, ids)
+    found = [name for name in ID_PAIR if isinstance(row.get(name), list)]
+    if len(found) == 1:
+        other = next(name for name in ID_PAIR if name not in found)
+        detail = f"{found[0]} without {other}; --ignore-column {found[0]} leaves it out"
+        raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
+    if not found:
+        return _masked(row, values, num_prompt=None)
+    prompt, answer = (_id_list(name, row[name]) for name in ID_PAIR)
+    if [*prompt, *answer] != values:
+        detail = f"{' and '.join(ID_PAIR)} are not {field}; --ignore-column leaves one of them out"
+        raise RowError(RowReason.CONFLICTING_FIELDS, detail)
+    return _masked(row, values, num_prompt=len(prompt))
+
+
+def _id_pair(row: Row, names: Sequence[str]) -> Ids:
+    """A prompt's ids and its answer's."""
+    prompt, answer = (_id_list(name, row[name]) for name in names)
+    return _masked(row, [*prompt, *answer], num_prompt=len(prompt))
+
+
+def _id_list(field: str, ids: object) -> list[int]:
     if not isinstance(ids, list) or not _all_of(ids, {int}):
         raise RowError(RowReason.BAD_INPUT_IDS, f"{field} is not a flat list of integers")
     if not ids:
         raise RowError(RowReason.EMPTY_PROMPT, f"{field} is empty")
     if min(ids) < 0 or max(ids) > MAX_ID:
         raise RowError(RowReason.BAD_INPUT_IDS, f"{field} has an id outside [0, {MAX_ID}]")
-    return Ids(input_ids=np.array(ids, dtype=np.int32), loss_mask=_loss_mask(row, len(ids)))
+    return ids
 
 
-def _loss_mask(row: Row, num_tokens: int) -> npt.NDArray[np.uint8] | None:
-    if (mask := row.get("loss_mask")) is None:
-        return None
-    if not isinstance(mask, list) or not _all_of(mask, {int, bool}) or not {0, 1}.issuperset(mask):
-        raise RowError(RowReason.BAD_LOSS_MASK, "loss_mask is not a flat list of 0 and 1")
-    if len(mask) != num_tokens:
-        detail = f"loss_mask has {len(mask)} entries, input_ids has {num_tokens}"
-        raise RowError(RowReason.BAD_LOSS_MASK, detail)
-    return np.array(mask, dtype=np.uint8)
+def _masked(row: Row, ids: list[int], *, num_prompt: int | None) -> Ids:
+    tokens = read_tokens(row, ids, num_prompt=num_prompt)
+    return Ids(
+        input_ids=tokens.ids,
+        loss_mask=tokens.loss_mask,
+        num_written=len(ids),
+        alterations=frozenset({Alteration.PADDING_CUT} if tokens.was_padded else ()),
+    )
 
 
 def _all_of(values: Iterable[object], types: set[type]) -> bool:
@@ -190,6 +232,13 @@ def _messages(row: Row, options: ReadingOptions) -> Conversation | None:
 
 def _conversations(row: Row, options: ReadingOptions) -> Conversation | None:
     return _turns_beside(row, "conversations", options)
+
+
+def _conversation(row: Row, options: ReadingOptions) -> Conversation | None:
+    # Elsewhere a column of that name holds text that was written for a person.
+    if not isinstance(_listed("conversation", row.get("conversation")), list):
+        return None
+    return _turns_beside(row, "conversation", options)
 
 
 def _turns_beside(row: Row, field: str, options: ReadingOptions) -> Conversation | None:
@@ -315,9 +364,11 @@ def _only(row: Row, fields: Iterable[str]) -> str | None:
     Raises `RowError` (conflicting_fields) where another of them has another value.
     """
     found = [field for field in fields if _has_value(row.get(field))]
+    if "target" in found and isinstance(row["target"], bool | int | float):
+        found.remove("target")  # a class or a score
     if "instruction" in found:
         found = [field for field in found if field != "input"]  # what the instruction is about
-    if "solution" in found and "answer" in found:
+    if "answer" in found and not {"solution", "generated_solution"}.isdisjoint(found):
         found.remove("answer")  # its last line only, as mathematics has it
     if not found:
         return next((field for field in fields if isinstance(row.get(field), str)), None)
@@ -411,11 +462,14 @@ def _listed(field: str, value: object) -> object:
     return value
 
 
-TURN_FIELDS: Final = ("messages", "conversations")
+TURN_FIELDS: Final = ("messages", "conversations", "conversation")
 #: Columns that hold a question, and columns that hold an answer. Two that differ refuse the row.
-QUESTIONS: Final = ("instruction", "input", "question", "message_1", "problem", "prompt")
+QUESTIONS: Final = (
+    *("instruction", "input", "question", "query", "message_1", "problem", "prompt"),
+)
 ANSWERS: Final = (
-    *("output", "response", "answer", "message_2", "solution", "completion", "chosen"),
+    *("output", "response", "answer", "message_2", "solution", "generated_solution"),
+    *("completion", "target", "chosen"),
 )
 #: Columns of several answers to one question: none of them is the one to learn.
 ANSWER_LISTS: Final = ("answers", "responses", "completions", "outputs", "solutions")
@@ -425,5 +479,5 @@ ASSISTANT_NAMES: Final = tuple(name for name, role in ROLES.items() if role == "
 #: Some Llama-Nemotron files hold what was sent to Llama, headers and all.
 FOREIGN_TOKENS: Final = ("<|start_header_id|>",)
 DIALECTS: Final[tuple[Dialect, ...]] = (
-    *(_ids, _messages, _conversations, _data, _answered, _prompt, _chosen, _text),
+    *(_ids, _messages, _conversations, _conversation, _data, _answered, _prompt, _chosen, _text),
 )

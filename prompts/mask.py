@@ -31,7 +31,7 @@ from functools import cached_property
 from typing import Any
 
 from prompts.align import Span
-from prompts.thinking import THINK_END, THINK_START, reasoning_of
+from prompts.thinking import THINK_END, THINK_START, answer_of, reasoning_of, with_answer
 from prompts.tokenizer import ChatTokenizer
 from prompts.tools import ToolCall
 from prompts.turns import Turn
@@ -82,7 +82,15 @@ class SpanFinder:
                 spans.append(span or _Locator(rendering, index).span())
                 position = spans[-1][1]
         for index, (start, end) in zip(indices, spans, strict=True):
-            if not _is_shown(rendering.turns[index], rendering.text[start:end]):
+            turn = rendering.turns[index]
+            if THINK_END in (answer := answer_of(turn)):
+                if _Locator(rendering, index).answer_start(answer.strip()) is None:
+                    detail = (
+                        f"turn {index} (assistant): the template cuts its answer at a {THINK_END} "
+                        "in it: if that ends reasoning, write that into reasoning_content"
+                    )
+                    raise RowError(RowReason.MASK_FAILED, detail)
+            if not is_shown(turn, rendering.text[start:end]):
                 detail = f"turn {index} (assistant): its content is not where it should be"
                 raise RowError(RowReason.MASK_FAILED, detail)
         return spans
@@ -115,18 +123,59 @@ def without_thinking(rendering: Rendering, index: int, span: Span) -> Span:
     Raises `RowError` (mask_failed) where that cannot be told.
     """
     start, end = span
-    turn, shown = rendering.turns[index], rendering.text[start:end]
-    reasoning = reasoning_of(turn)
-    if not (reasoning and reasoning in shown) and not shown.lstrip().startswith(THINK_START):
+    reasoning = reasoning_of(rendering.turns[index])
+    if not reasoning and not rendering.text[start:end].lstrip().startswith(THINK_START):
         return span
-    answer = _answer(turn)
-    if answer:
-        return start + shown.rindex(answer), end
-    _, found, after = shown.partition(THINK_END)
-    if found:
-        return end - len(after.lstrip()), end
-    detail = f"turn {index} (assistant): cannot tell where its reasoning ends"
-    raise RowError(RowReason.MASK_FAILED, detail)
+    position = answer_start(rendering, index, span)
+    if position is None:
+        if reasoning not in rendering.text[start:end]:
+            return span
+        detail = f"turn {index} (assistant): cannot prove where its reasoning ends"
+        raise RowError(RowReason.MASK_FAILED, detail)
+    head = rendering.text[start:position]
+    is_shown_there = THINK_END in head or (reasoning and reasoning in head)
+    return (position, end) if is_shown_there else span
+
+
+def answer_start(rendering: Rendering, index: int, span: Span) -> int | None:
+    """Where an assistant turn's answer begins, behind what its span shows of its reasoning.
+
+    None where that cannot be proven.
+    """
+    start, end = span
+    turn, shown = rendering.turns[index], rendering.text[start:end]
+    answer = answer_of(turn).strip()
+    for reasoning in dict.fromkeys((reasoning_of(turn), "")):
+        position = _behind_block(shown, reasoning)
+        if position is not None and shown.startswith(answer, position):
+            return start + position
+    position = _behind_space(shown, 0)
+    if shown.startswith(answer, position) and not turn.tool_calls:
+        rest = shown[position + len(answer) :].strip()
+        if not rest or rest in rendering.tokenizer.control_tokens:
+            return start + position
+    return _Locator(rendering, index).answer_start(answer) if answer else None
+
+
+def _behind_block(shown: str, reasoning: str) -> int | None:
+    """Where what follows the block of that reasoning begins, if the text begins with the block."""
+    position = _behind_space(shown, 0)
+    if shown.startswith(THINK_START, position):
+        position = _behind_space(shown, position + len(THINK_START))
+    elif not reasoning:
+        return None
+    if not shown.startswith(reasoning, position):
+        return None
+    position = _behind_space(shown, position + len(reasoning))
+    if not shown.startswith(THINK_END, position):
+        return None
+    return _behind_space(shown, position + len(THINK_END))
+
+
+def _behind_space(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
 
 
 def _frame_of(tokenizer: ChatTokenizer) -> Frame | None:
@@ -244,9 +293,7 @@ class _Locator:
         """
         turn = turns[self._index]
         if as_content:
-            word = "standin"
-            while word in self._text:
-                word += "x"
+            word = self._unused_word()
             turn = replace(turn, content=word, reasoning=None, tool_calls=())
         else:
             number = 7310448
@@ -263,6 +310,27 @@ class _Locator:
             raise self._failure("lies")
         return before, after
 
+    def _unused_word(self) -> str:
+        word = "standin"
+        while word in self._text:
+            word += "x"
+        return word
+
+    def answer_start(self, answer: str) -> int | None:
+        """Where the turn's answer begins: where another answer behind its reasoning does."""
+        word = self._unused_word()
+        turns = list(self._turns)
+        turns[self._index] = with_answer(turns[self._index], word)
+        try:
+            text = self._render(turns, generation_prompt=turns[-1].role != "assistant")
+        except RowError:
+            return None
+        before, _, after = text.partition(word)
+        middle = self._text[len(before) : len(self._text) - len(after)]
+        if text.count(word) != 1 or before + middle + after != self._text:
+            return None
+        return len(before) + middle.index(answer) if middle.strip() == answer else None
+
     def _render(self, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
         return self._tokenizer.render(
             turns, generation_prompt=generation_prompt, tools=self._rendering.tools
@@ -273,9 +341,11 @@ class _Locator:
         return RowError(RowReason.MASK_FAILED, detail)
 
 
-def _is_shown(turn: Turn, shown: str) -> bool:
+def is_shown(turn: Turn, shown: str) -> bool:
     """Whether what every template shows of an assistant turn is there: answer, calls."""
-    return _answer(turn) in shown and all(call_is_shown(call, shown) for call in turn.tool_calls)
+    return answer_of(turn).strip() in shown and all(
+        call_is_shown(call, shown) for call in turn.tool_calls
+    )
 
 
 def call_is_shown(call: ToolCall, shown: str) -> bool:
@@ -298,11 +368,6 @@ def _texts(value: object) -> list[str]:
     if isinstance(value, list):
         return [text for item in value for text in _texts(item)]
     return []
-
-
-def _answer(turn: Turn) -> str:
-    """The part of an assistant turn that every template shows: what follows the reasoning."""
-    return turn.content.rpartition(THINK_END)[2].strip()
 
 
 def _trimmed(text: str, span: Span, header: str) -> Span:

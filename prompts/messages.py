@@ -27,6 +27,7 @@ class MessageForm:
     #: Content of a turn that has tool calls only.
     empty_content: str | None = ""
     reasoning_key: str = REASONING_KEYS[0]
+    takes_reasoning: bool = False
 
 
 #: In order of preference: as SGLang and transformers themselves hand tool calls to a template.
@@ -36,6 +37,14 @@ TOOL_FORMS: Final = tuple(
 )
 
 PROBE_TOOL: Final = "probe_tool"
+PROBE_DEFINITION: Final = {
+    "type": "function",
+    "function": {
+        "name": PROBE_TOOL,
+        "description": "Probes.",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
 PROBE_THOUGHT: Final = "probe_thought"
 #: Some templates want an id of nine letters, some take the tool's name from it.
 PROBE_IDS: Final = ("a1b2c3d4e", f"functions.{PROBE_TOOL}:0")

@@ -40,6 +40,13 @@ class Train(StrEnum):
     LAST = "last"
 
 
+class Tools(StrEnum):
+    """What becomes of tool definitions that the chat template does not know."""
+
+    KEEP = "keep"  # the row fails
+    DROP = "drop"  # they are left out, and counted; a row that calls tools still fails
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
     """Raises `InputError` for values that cannot be meant."""
@@ -52,6 +59,9 @@ class ReadingOptions:
     leading: Leading = Leading.REJECT
     train: Train = Train.ALL
     train_thinking: bool = True
+    tools: Tools = Tools.KEEP
+    #: Columns, and keys of turns that speak of training, to be read as if they were not there.
+    ignored_columns: tuple[str, ...] = ()
     template_kwargs: Mapping[str, Any] = field(
         default_factory=dict
     )  # JSON values, for the template
@@ -60,6 +70,8 @@ class ReadingOptions:
     def __post_init__(self) -> None:
         if len(self.fields) > 2 or not all(self.fields):
             raise InputError("--field: name one column, or two as in question,answer")
+        for name in set(self.fields) & set(self.ignored_columns):
+            raise InputError(f"--field and --ignore-column both name {name}: drop one of them")
         for name, role in self.role_map.items():
             if role not in ROLE_NAMES:
                 raise InputError(f"--role-map {name}={role}: the roles are {', '.join(ROLE_NAMES)}")
@@ -79,6 +91,8 @@ class ReadingOptions:
             "leading": self.leading.value,
             "train": self.train.value,
             "train_thinking": self.train_thinking,
+            "tools": self.tools.value,
+            "ignore_column": sorted(set(self.ignored_columns)),
             "template_kwargs": orjson.loads(kwargs),
         }
 

@@ -135,7 +135,9 @@ class Renderer:
             label = label_of(fields)
             item = read_item(fields, self.options)
             if isinstance(item, Ids):
-                return _Draft(row=row, label=label, text=None, ids=item)
+                return _Draft(
+                    row=row, label=label, text=None, ids=item, alterations=item.alterations
+                )
             if self._tokenizer is None or self._finder is None:
                 detail = "needs a tokenizer: pass --tokenizer"
                 raise RowError(RowReason.RENDER_FAILED, detail)

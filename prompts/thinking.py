@@ -1,5 +1,10 @@
 """Reasoning of assistant turns: in a field of its own, or in a block at the start of the content.
-Pure."""
+Pure.
+
+Only a block that the content begins with is reasoning. A `</think>` further on is text: an answer
+may well speak of the tag. Many templates cut there all the same, so what they leave of an answer
+is proven (`prompts.mask`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,9 @@ from prompts.turns import Turn
 
 THINK_START: Final = "<think>"
 THINK_END: Final = "</think>"
+Place = tuple[int, int]
+
+_TAGS: Final = re.compile(f"{THINK_START}|{THINK_END}")
 #: As most reasoning models write it, and as OpenThoughts does. The last group is the answer.
 _BLOCKS: Final = (
     re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL),
@@ -29,30 +37,79 @@ def reasoning_of(turn: Turn) -> str:
     if turn.reasoning is not None:
         return turn.reasoning.strip()
     found = _split(turn.content)
-    return "" if found is None else found[0].strip()
+    return "" if found is None else turn.content[slice(*found[0])].strip()
+
+
+def answer_of(turn: Turn) -> str:
+    """The turn's content behind its reasoning."""
+    found = _split(turn.content) if turn.role == "assistant" else None
+    return turn.content if found is None else turn.content[slice(*found[1])]
 
 
 def without_reasoning(turn: Turn) -> Turn:
     """The same turn, as if the assistant had not thought."""
     if turn.role != "assistant":
         return turn
-    found = _split(turn.content)
-    content = turn.content if found is None else found[1]
-    return replace(turn, reasoning=None, content=content)
+    return replace(turn, reasoning=None, content=answer_of(turn))
+
+
+def with_answer(turn: Turn, answer: str) -> Turn:
+    """The turn with another answer behind the same reasoning."""
+    start, end = (0, len(turn.content)) if (found := _split(turn.content)) is None else found[1]
+    return replace(turn, content=turn.content[:start] + answer + turn.content[end:])
+
+
+def with_reasoning_apart(turn: Turn) -> Turn:
+    """The turn with its reasoning, even none, in its field: most templates that know one then take
+    the content as it is."""
+    return replace(turn, reasoning=reasoning_of(turn), content=answer_of(turn))
+
+
+def only_mentions_tags(answer: str) -> bool:
+    """Whether each `</think>` in an answer is clearly text: quoted, in code, or after its
+    `<think>`. Any other may be the end of reasoning."""
+    num_open = 0
+    for tag in _TAGS.finditer(answer):
+        if tag[0] == THINK_START:
+            num_open += 1
+        elif num_open:
+            num_open -= 1
+        elif not _is_quoted(answer[: tag.start()]):
+            return False
+    return True
 
 
 def with_reasoning_inlined(turn: Turn) -> Turn:
-    """The turn with its reasoning field written into its content, as reasoning models speak."""
-    if turn.reasoning is None:
+    """The turn with its reasoning in its content, as reasoning models speak."""
+    reasoning = reasoning_of(turn)
+    if not reasoning or (not turn.reasoning and turn.content.lstrip().startswith(THINK_START)):
         return turn
-    block = f"{THINK_START}\n{turn.reasoning.strip()}\n{THINK_END}\n\n"
-    return replace(turn, reasoning=None, content=block + turn.content)
+    content = turn.content if turn.reasoning else answer_of(turn)
+    block = f"{THINK_START}\n{reasoning}\n{THINK_END}\n\n"
+    return replace(turn, reasoning=None, content=block + content)
 
 
-def _split(content: str) -> tuple[str, str] | None:
-    if "<" not in content[:64]:
+def _split(content: str) -> tuple[Place, Place] | None:
+    """Where the reasoning and the answer lie in a content that begins with reasoning."""
+    if THINK_END not in content and "<|end_of_thought|>" not in content:
         return None  # the common case, cheaply
     for block in _BLOCKS:
         if (found := block.fullmatch(content)) is not None:
-            return found[1], found[2]
-    return None
+            return found.span(1), found.span(2)
+    # A generation prompt may have opened the block: then its end stands in a line of its own.
+    head, _, tail = content.partition(THINK_END)
+    before, after = head.rstrip(" \t"), tail.lstrip(" \t")
+    if (
+        THINK_START in head
+        or _is_quoted(head)
+        or (before and not before.endswith("\n"))
+        or not after.startswith("\n")
+        or not after.strip()
+    ):
+        return None
+    return (0, len(head)), (len(content) - len(tail.lstrip()), len(content))
+
+
+def _is_quoted(before: str) -> bool:
+    """Whether what follows is in code (within backticks, single or three) or begins a quotation."""
+    return before.count("`") % 2 == 1 or before.endswith(('"', "'"))

@@ -17,8 +17,10 @@ import xxhash
 
 from prompts.align import Encoding, Places, Span
 from prompts.messages import (
+    PROBE_DEFINITION,
     PROBE_IDS,
     PROBE_THOUGHT,
+    PROBE_TOOL,
     TOOL_FORMS,
     MessageForm,
     as_messages,
@@ -111,6 +113,16 @@ class ChatTokenizer:
     def form(self) -> MessageForm:
         """What the chat template takes."""
         return self._form
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template writes tool definitions."""
+        turns = [Turn(role="user", content="Hi")]
+        try:
+            text = self.render(turns, generation_prompt=True, tools=[PROBE_DEFINITION])
+        except RowError:
+            return False
+        return PROBE_TOOL in text
 
     @cached_property
     def control_tokens(self) -> tuple[str, ...]:
@@ -255,7 +267,7 @@ class ChatTokenizer:
         """Try what a template may take until its rendering shows it; cheap, once a tokenizer."""
         form = next(filter(self._shows_tool_call, TOOL_FORMS), MessageForm())
         for key in REASONING_KEYS:
-            trial = replace(form, reasoning_key=key)
+            trial = replace(form, reasoning_key=key, takes_reasoning=True)
             turns = [
                 Turn(role="user", content="Hi"),
                 Turn(role="assistant", content="Hello", reasoning=PROBE_THOUGHT),

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 from prompts.options import Leading, ReadingOptions
 from prompts.tools import NOTHING, ToolCall, read_tool_calls, read_tools
+from prompts.training import is_trained
 from prompts.types import Alteration, RowError, RowReason, kind_of
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -45,6 +46,12 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant turn
     name: str | None = None  # of a tool, mostly
     tool_call_id: str | None = None  # of a tool turn: the call that it answers
+    is_excluded: bool = False  # of an assistant turn: the row says that it is not trained
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is an answer, and nothing in the row excludes it."""
+        return self.role == "assistant" and not self.is_excluded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +96,8 @@ def _turn(index: int, value: object, options: ReadingOptions, alterations: set[A
     if role != "assistant" and (tool_calls or reasoning is not None):
         key = "tool calls" if tool_calls else "reasoning"
         raise RowError(RowReason.UNSUPPORTED_FIELD, f"{where}: {key} outside an assistant turn")
+    trained = is_trained(where, role, value, options.ignored_columns)
+    _check_parts(where, value, role, trained, options)
     return Turn(
         role=role,
         content=_content(where, value, may_be_empty=bool(tool_calls)),
@@ -96,7 +105,23 @@ def _turn(index: int, value: object, options: ReadingOptions, alterations: set[A
         tool_calls=tool_calls,
         name=_optional_text(value, "name"),
         tool_call_id=_optional_text(value, "tool_call_id"),
+        is_excluded=role == "assistant" and not trained,
     )
+
+
+def _check_parts(
+    where: str, turn: Mapping[str, Any], role: Role, trained: bool, options: ReadingOptions
+) -> None:
+    """Raises `RowError` where a part of the content is to be trained otherwise than its turn."""
+    for key in CONTENT_KEYS:
+        for index, part in enumerate(parts if isinstance(parts := turn.get(key), list) else ()):
+            place = f"{where}: {key}: part {index}"
+            if (
+                isinstance(part, dict)
+                and is_trained(place, role, part, options.ignored_columns) < trained
+            ):
+                detail = f"{place} is not to be trained, and only whole turns can be left out"
+                raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
 
 
 def _role(

@@ -39,13 +39,16 @@ class RowReason(StrEnum):
     BAD_ORDER = "bad_order"
     #: Two fields that mean the same thing disagree.
     CONFLICTING_FIELDS = "conflicting_fields"
-    #: A field that changes the prompt and that we cannot render (images and other media).
+    #: A field that changes the prompt or its mask and that we cannot follow: images and other
+    #: media, several documents in one row, training flags that are not understood.
     UNSUPPORTED_FIELD = "unsupported_field"
     #: Tool calls or tool definitions that cannot be understood; arguments that are no JSON object.
     BAD_TOOL_CALL = "bad_tool_call"
-    #: `input_ids` is not a flat list of integers in [0, 2**31).
+    #: `input_ids` is not a flat list of integers in [0, 2**31), or what stands beside it
+    #: (`attention_mask`, `position_ids`) does not fit it.
     BAD_INPUT_IDS = "bad_input_ids"
-    #: `loss_mask` is not a list of 0 and 1, one for each id.
+    #: A mask is not a list of 0 and 1, one for each id; `labels` are not -100 or the id; a weight
+    #: of a turn is neither 0 nor 1.
     BAD_LOSS_MASK = "bad_loss_mask"
     #: No token comes out.
     EMPTY_PROMPT = "empty_prompt"
@@ -55,6 +58,8 @@ class RowReason(StrEnum):
     MASK_FAILED = "mask_failed"
     #: Reasoning that was to be kept is not in the rendering.
     THINKING_LOST = "thinking_lost"
+    #: The row says itself that none of its answers is to be trained.
+    NO_SUPERVISION = "no_supervision"
 
 
 class Alteration(StrEnum):
@@ -91,6 +96,10 @@ class Alteration(StrEnum):
     TOOLS_FROM_METADATA = "tools_from_metadata"
     #: Bare tool definitions were wrapped as `{"type": "function", "function": …}`.
     TOOLS_WRAPPED = "tools_wrapped"
+    #: Tool definitions that the template does not know were left out (`--tools drop`).
+    TOOLS_DROPPED = "tools_dropped"
+    #: Padding was cut off (`attention_mask`).
+    PADDING_CUT = "padding_cut"
     #: The answer in the column `rejected` was left out.
     REJECTED_DROPPED = "rejected_dropped"
     #: The first token of an answer is not trained, as it begins in the generation prompt: white

@@ -96,6 +96,29 @@ QWEN3: Final = """\
 {%- endif %}
 {%- endif %}"""
 
+#: As Qwen3 really does it: cuts the content at its last `</think>`, unless there is a field with
+#: the reasoning, be it empty.
+QWEN3_FIELD: Final = QWEN3.replace(
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}",
+    "{%- if m.reasoning_content is not string %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}",
+).replace(
+    "{%- if not reasoning and '</think>'", "{%- if m.reasoning_content is not string and '</think>'"
+)
+
+#: Drops what stands before the first `</think>`; knows no field for reasoning.
+DEEPSEEK_V31: Final = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<｜User｜>' + m.content }}
+{%- elif m.role == 'assistant' %}
+{%- set content = m.content %}
+{%- if '</think>' in content %}{% set content = content.split('</think>', 1)[1] %}{% endif %}
+{{- '<｜Assistant｜></think>' + content + eos_token }}
+{%- else %}{{- m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜></think>' }}{% endif %}"""
+
 #: No space anywhere; wants arguments as a string and no content (none, not empty) beside calls.
 DEEPSEEK_V3: Final = """\
 {{- bos_token }}
@@ -285,6 +308,7 @@ _BOS_EOS: Final = {
     LLAMA3: ("<|begin_of_text|>", "<|eot_id|>"),
     DEEPSEEK_V3: ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     DEEPSEEK_R1: ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    DEEPSEEK_V31: ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
     MISTRAL: ("<s>", "</s>"),
     GEMMA: ("<bos>", "<eos>"),
     GPT_OSS: (None, "<|return|>"),

@@ -51,6 +51,24 @@ async def test_case_93_long_prompts_are_cut_when_asked_and_their_length_is_kept(
         assert (row.detail, row.num_tokens) == (expected, min(length, 40))
 
 
+async def test_padding_is_not_sent_and_prompts_that_train_too_little_fail_when_asked(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = [
+        {"input_ids": [9, 5, 6, 7, 9], "attention_mask": [0, 1, 1, 1, 0], "labels": [-100] * 5},
+        {"input_ids": [5, 6, 7, 9], "attention_mask": [1, 1, 1, 0], "labels": [-100, 6, 7, -100]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    async with FakeServer(dump_root).running() as server:
+        options = options_for(server, path, tmp_path / "out", policy=Policy(min_trained=1))
+        summary = await run(options, notes)
+    assert summary.totals.by_reason == {Reason.TOO_FEW_TRAINED: 1}
+    assert summary.totals.by_alteration == {"padding_cut": 1}
+    sent = Ids(ids=(5, 6, 7), mask=(0, 1, 1))
+    assert_whole(tmp_path / "out", [sent, sent], without=[0])
+
+
 async def test_case_88_duplicates_are_left_out_when_asked_and_are_no_failures(
     tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:

@@ -115,6 +115,23 @@ def test_a_row_that_an_earlier_session_left_unfinished_is_no_duplicate_of_itself
     assert reason_of(again.judge(prompt(4, ordinal=9))) == Reason.DUPLICATE
 
 
+@pytest.mark.parametrize("has_answer", [True, False])
+def test_prompts_that_train_too_little_fail_when_asked(has_answer: bool) -> None:
+    row = prompt(8, trained=2, has_answer=has_answer)
+    assert judge(row, min_trained=2) is row
+    assert judge(row, min_trained=3) == Refusal(
+        reason=Reason.TOO_FEW_TRAINED, detail="2 trained tokens, --min-trained is 3"
+    )
+    cut = judge(prompt(9, trained=3), min_trained=3, on_too_long=OnTooLong.TRUNCATE)
+    assert cut == Refusal(
+        reason=Reason.TOO_FEW_TRAINED,
+        detail="2 trained tokens in the first 8, where it was cut, --min-trained is 3",
+    )
+    untrained = prompt(8, trained=0)
+    assert judge(untrained) is untrained
+    assert reason_of(judge(untrained, min_trained=1)) == Reason.TOO_FEW_TRAINED
+
+
 def test_what_can_never_fit_under_the_dump_root_is_not_sent() -> None:
     room = Room(layout=LAYOUT, budget_bytes=1000)
     refused = Admission(Policy(), LIMITS, room).judge(prompt(8))
@@ -126,6 +143,8 @@ def test_what_can_never_fit_under_the_dump_root_is_not_sent() -> None:
     [
         ({"min_tokens": 0}, "--min-tokens must be >= 1"),
         ({"min_tokens": 5, "max_tokens": 4}, "--max-tokens 4 is less than --min-tokens 5"),
+        ({"min_trained": -1}, "--min-trained must be >= 0"),
+        ({"min_trained": 5, "max_tokens": 4}, "--max-tokens 4 is less than --min-trained 5"),
     ],
 )
 def test_bounds_that_no_prompt_can_meet_are_refused(values: Any, message: str) -> None:

@@ -116,6 +116,19 @@ def test_an_option_that_was_not_given_is_told_in_words() -> None:
     assert str(caught.value).splitlines()[1] == "  --max-tokens: out has no value, this run has 100"
 
 
+def test_a_manifest_from_before_an_option_has_its_default() -> None:
+    now = RunOptions(prompts=(Path("p"),)).reading_document
+    before = {name: value for name, value in now.items() if name not in ("tools", "min_trained")}
+    make_identity(reading=now).require_same(make_identity(reading=before), out=Path("out"))
+    asked = make_identity(reading={**now, "tools": "drop", "ignore_column": ["weight"]})
+    with pytest.raises(ConfigMismatch) as caught:
+        asked.require_same(make_identity(reading=before), out=Path("out"))
+    assert str(caught.value).splitlines()[1:3] == [
+        "  --tools: out has 'keep', this run has 'drop'",
+        "  --ignore-column: out has [], this run has ['weight']",
+    ]
+
+
 def test_a_model_that_was_moved_is_the_same_model() -> None:
     make_identity(model="/elsewhere").require_same(make_identity(), out=Path("out"))
 

@@ -16,6 +16,7 @@ import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prompt_files import FORMS, as_array, as_arrow_file, as_arrow_stream, as_jsonl, as_parquet
 
 from prompts import compression
 from prompts.containers import open_container
@@ -33,43 +34,6 @@ ROWS: list[dict[str, Any]] = [
     {"id": f"a_{n}", "conversations": [{"from": "human", "value": f"q{n}\u2028é"}]}
     for n in range(200)
 ]
-
-
-def as_jsonl(rows: list[dict[str, Any]]) -> bytes:
-    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
-
-
-def as_array(rows: list[dict[str, Any]]) -> bytes:
-    return orjson.dumps(rows)
-
-
-def as_pretty_array(rows: list[dict[str, Any]]) -> bytes:
-    return b"\xef\xbb\xbf\n" + json.dumps(rows, indent=2).encode()
-
-
-def as_parquet(rows: list[dict[str, Any]]) -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=70)
-    return sink.getvalue()
-
-
-def as_arrow_stream(rows: list[dict[str, Any]]) -> bytes:
-    table = pa.Table.from_pylist(rows)
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=90)
-    return sink.getvalue()
-
-
-def as_arrow_file(rows: list[dict[str, Any]]) -> bytes:
-    table = pa.Table.from_pylist(rows)
-    sink = io.BytesIO()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=90)
-    return sink.getvalue()
-
-
-FORMS = [as_jsonl, as_array, as_pretty_array, as_parquet, as_arrow_stream, as_arrow_file]
 
 
 def plain(data: bytes) -> bytes:

@@ -119,7 +119,7 @@ def test_a_system_turn_is_kept_and_never_doubled(system: dict[str, Any]) -> None
     ("row", "reason", "detail"),
     [
         ({}, "unknown_shape", "found: no fields"),
-        ({"query": "x", "q": 1}, "unknown_shape", "found: query, q"),
+        ({"inquiry": "x", "q": 1}, "unknown_shape", "found: inquiry, q"),
         ({"messages": []}, "bad_order", "messages is an empty list"),
         ({"messages": "Hi"}, "bad_content", "messages is a string"),
         ({"messages": ["Hi"]}, "bad_content", "turn 0 is a string, not an object"),
@@ -194,7 +194,7 @@ def test_a_system_turn_is_kept_and_never_doubled(system: dict[str, Any]) -> None
         ({"input_ids": [2**64 - 1]}, "bad_input_ids", "outside [0, 2147483647]"),
         ({"input_ids": [1, 2], "loss_mask": [1]}, "bad_loss_mask", "1 entries, input_ids has 2"),
         ({"input_ids": [1], "loss_mask": [2]}, "bad_loss_mask", "not a flat list of 0 and 1"),
-        ({"input_ids": [1], "loss_mask": [1.0]}, "bad_loss_mask", "not a flat list of 0 and 1"),
+        ({"input_ids": [1], "loss_mask": [0.5]}, "bad_loss_mask", "not a flat list of 0 and 1"),
         ({"input_ids": [1], "loss_mask": "1"}, "bad_loss_mask", "not a flat list of 0 and 1"),
     ],
 )
@@ -285,6 +285,7 @@ json_values = st.recursive(
                 [
                     *("role", "from", "content", "value", "text", "type", "x", "name"),
                     *("tool_calls", "function", "arguments", "reasoning", "tools"),
+                    *("weight", "train", "masked", "mask", "labels", "train_detail"),
                 ]
             ),
             inner,
@@ -296,6 +297,8 @@ known_fields = st.sampled_from(
     [
         *("input_ids", "loss_mask", "messages", "conversations", "text", "system", "tools", "id"),
         *("data", "input", "output", "instruction", "prompt", "completion", "metadata"),
+        *("labels", "attention_mask", "position_ids", "prompt_ids", "completion_ids", "weight"),
+        *("train", "mask", "seq_lengths", "token_weights", "conversation", "query", "target"),
     ]
 )
 

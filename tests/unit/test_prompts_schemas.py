@@ -232,10 +232,29 @@ def test_s12_speculators_pre_tokenised() -> None:
         ({"prompt": "Q", "completion": "A"}, ("Q", "A")),
         ({"prompt": "Q", "response": "A"}, ("Q", "A")),
         ({"prompt": "Q"}, ("Q",)),
+        ({"query": "Q", "response": "A", "original_question": "x", "type": "y"}, ("Q", "A")),
+        ({"question": "Q", "generated_solution": "A", "expected_answer": "4"}, ("Q", "A")),
+        ({"problem": "Q", "generated_solution": "A", "answer": "4"}, ("Q", "A")),
+        ({"input": "Q", "target": "A"}, ("Q", "A")),
+        ({"question": "Q", "answer": "A", "target": 3, "label": 1}, ("Q", "A")),
+        ({"conversation": [{"role": "user", "content": "Q"}], "chosen": "A"}, ("Q", "A")),
+        ({"conversation": "Q: A", "question": "Q", "answer": "A"}, ("Q", "A")),
     ],
 )
 def test_s13_instruction_pairs(row: dict[str, Any], expected: tuple[str, ...]) -> None:
     assert turns_of(row) == turns(*expected)
+
+
+def test_s15_lmsys_chat() -> None:
+    row = {
+        "conversation_id": "c",
+        "model": "m",
+        "conversation": [{"content": "Q", "role": "user"}, {"content": "A", "role": "assistant"}],
+        "turn": 1,
+        "language": "English",
+        "redacted": False,
+    }
+    assert (turns_of(row), label_of(row)) == (turns("Q", "A"), '"c"')
 
 
 def test_s14_role_with_value_and_integer_ids() -> None:
@@ -364,6 +383,12 @@ def test_the_chosen_answer_is_read_and_the_rejected_one_counted(row: dict[str, A
         ({"prompt": "p", "response": "a", "completion": "b"}, "conflicting_fields", "response and"),
         ({"prompt": "p", "question": "q", "answer": "a"}, "conflicting_fields", "question and"),
         ({"prompt": "p", "question": "q"}, "conflicting_fields", "question and prompt disagree"),
+        (
+            {"query": "q", "question": "p", "answer": "a"},
+            "conflicting_fields",
+            "question and query",
+        ),
+        ({"input": "q", "output": "o", "target": "t"}, "conflicting_fields", "output and target"),
         ({"prompt": "p", "chosen": [Q, A]}, "conflicting_fields", "chosen begins with other turns"),
         ({"question": "q", "answer": "a", "context": "c"}, "unsupported_field", "context would be"),
         ({"prompt": "p", "responses": ["a", "b"]}, "unsupported_field", "responses would be left"),

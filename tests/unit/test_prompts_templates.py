@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from templates import (
     DEEPSEEK_R1,
     DEEPSEEK_V3,
+    DEEPSEEK_V31,
     GEMMA,
     GENERATION,
     GLM,
@@ -20,18 +21,21 @@ from templates import (
     LLAMA3,
     MISTRAL,
     QWEN3,
+    QWEN3_FIELD,
     SMOLLM2,
     tokenizer_for,
 )
 
 from prompts.inputs import RawRow
-from prompts.options import ReadingOptions, Thinking, Train
+from prompts.options import ReadingOptions, Thinking, Tools, Train
 from prompts.render import Renderer
 from prompts.types import Alteration, BadRow, Prompt, RowReason
 
 TEMPLATES = {
     "llama3": LLAMA3,
     "qwen3": QWEN3,
+    "qwen3-field": QWEN3_FIELD,
+    "deepseek-v3.1": DEEPSEEK_V31,
     "deepseek-v3": DEEPSEEK_V3,
     "deepseek-r1": DEEPSEEK_R1,
     "kimi-k2": KIMI_K2,
@@ -111,6 +115,8 @@ PLAIN_EXPECTED = {
     "llama3": ["fine thanks<|eot_id|>", "hm,\nyes<|eot_id|>"],
     # The empty block is the model's to write: its generation prompt does not have it.
     "qwen3": ["fine thanks<|im_end|>", "<think>\n\n</think>\n\nhm,\nyes<|im_end|>"],
+    "qwen3-field": ["fine thanks<|im_end|>", "<think>\n\n</think>\n\nhm,\nyes<|im_end|>"],
+    "deepseek-v3.1": ["fine thanks<｜end▁of▁sentence｜>", "hm,\nyes<｜end▁of▁sentence｜>"],
     "deepseek-v3": ["fine thanks<｜end▁of▁sentence｜>", "hm,\nyes<｜end▁of▁sentence｜>"],
     "deepseek-r1": ["fine thanks<｜end▁of▁sentence｜>", "hm,\nyes<｜end▁of▁sentence｜>"],
     "kimi-k2": ["fine thanks<|im_end|>", "hm,\nyes<|im_end|>"],
@@ -287,6 +293,131 @@ def test_thinking_can_be_left_untrained(name: str, expected: list[str]) -> None:
         assert trained(name, PLAIN, ReadingOptions(train_thinking=False)) == plain
 
 
+# --- a </think> that ends no reasoning ---------------------------------------------------------
+
+#: An answer that only speaks of the tag.
+MENTIONS = [
+    "Close it with `</think>` then.",
+    "Write:\n```\nthought\n</think>\n\nanswer\n```\nso",
+    'It prints "</think>" there.',
+    "Use <think>a</think> around it.",
+    "a <think>\nb\n</think>\n\nc",
+]
+BLOCK = "<think>\nadd\n</think>\n\n"
+
+
+def with_answer(content: str) -> Turns:
+    return [user("hello"), answer(content), user("so?"), answer(content)]
+
+
+@pytest.mark.parametrize("content", MENTIONS)
+@pytest.mark.parametrize(
+    ("name", "first", "last", "end"),
+    [
+        ("smollm2", "", "", "<|im_end|>"),
+        ("qwen3-field", "", "<think>\n\n</think>\n\n", "<|im_end|>"),
+        ("llama3", "", "", "<|eot_id|>"),
+    ],
+)
+def test_a_tag_that_an_answer_mentions_is_part_of_it(
+    name: str, content: str, first: str, last: str, end: str
+) -> None:
+    prompt = prompt_of(name, with_answer(content))
+    assert runs(name, prompt) == [f"{first}{content}{end}", f"{last}{content}{end}"]
+    assert prompt.alterations == ()
+    bare = [f"{content}{end}"] * 2
+    untrained = ReadingOptions(train_thinking=False)
+    assert trained(name, with_answer(content), untrained) == bare
+    dropped = prompt_of(name, with_answer(content), ReadingOptions(thinking=Thinking.DROP))
+    assert runs(name, dropped) == runs(name, prompt)
+    assert dropped.alterations == ()
+    for thinking in (Thinking.KEEP, Thinking.EXPAND):
+        kept = prompt_of(name, with_answer(content), ReadingOptions(thinking=thinking), 1)
+        assert runs(name, kept)[-1] == f"{last}{content}{end}"
+
+
+@pytest.mark.parametrize("content", MENTIONS)
+@pytest.mark.parametrize("turn", [answer, lambda text: thoughtful(text, "add")])
+def test_reasoning_ends_at_its_own_tag_and_not_at_one_that_the_answer_mentions(
+    content: str, turn: Any
+) -> None:
+    turns = [user("hello"), turn(content) if turn is not answer else answer(BLOCK + content)]
+    whole = [f"{BLOCK}{content}<|im_end|>"]
+    bare = [f"{content}<|im_end|>"]
+    for thinking in (Thinking.TEMPLATE, Thinking.KEEP, Thinking.EXPAND):
+        options = ReadingOptions(thinking=thinking)
+        prompt = prompt_of("qwen3-field", turns, options, 0)
+        assert (runs("qwen3-field", prompt), prompt.alterations) == (whole, ())
+        untrained = ReadingOptions(thinking=thinking, train_thinking=False)
+        assert trained("qwen3-field", turns, untrained, 0) == bare
+    dropping = ReadingOptions(thinking=Thinking.DROP)
+    for name, empty in (("smollm2", ""), ("qwen3-field", "<think>\n\n</think>\n\n")):
+        prompt = prompt_of(name, turns, dropping)
+        assert runs(name, prompt) == [empty + bare[0]]
+        assert prompt.alterations == (Alteration.THINKING_DROPPED,)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-r1", "deepseek-v3.1"])
+@pytest.mark.parametrize("options", [ReadingOptions(), ReadingOptions(train=Train.LAST)])
+def test_a_template_that_cuts_an_answer_at_a_tag_fails_the_row(
+    name: str, options: ReadingOptions
+) -> None:
+    for turns in (with_answer(MENTIONS[0]), [*with_answer(MENTIONS[0])[:2], user("so?"), PLAIN[1]]):
+        bad = read(name, turns, options)
+        assert isinstance(bad, BadRow), (turns, bad)
+        assert bad.reason in (RowReason.MASK_FAILED, RowReason.RENDER_FAILED)
+
+
+def test_a_template_that_cuts_at_the_first_tag_keeps_those_behind_it() -> None:
+    turns = [user("hello"), answer(BLOCK + MENTIONS[0])]
+    prompt = prompt_of("deepseek-v3.1", turns)
+    assert runs("deepseek-v3.1", prompt) == [f"\n\n{MENTIONS[0]}<｜end▁of▁sentence｜>"]
+    assert prompt.alterations == (Alteration.THINKING_HIDDEN,)
+
+
+def test_reasoning_whose_beginning_the_generation_prompt_wrote() -> None:
+    turns = [user("hello"), answer("add\n</think>\n\n4")]
+    assert trained("qwen3-field", turns) == [f"{BLOCK}4<|im_end|>"]
+    assert trained("qwen3-field", turns, ReadingOptions(train_thinking=False)) == ["4<|im_end|>"]
+    assert trained("smollm2", turns, ReadingOptions(train_thinking=False)) == ["4<|im_end|>"]
+    assert trained("smollm2", turns, ReadingOptions(thinking=Thinking.DROP)) == ["4<|im_end|>"]
+    hidden = prompt_of("deepseek-r1", turns)
+    assert hidden.alterations == (Alteration.THINKING_HIDDEN,)
+    kept = prompt_of("deepseek-r1", turns, ReadingOptions(thinking=Thinking.KEEP))
+    assert runs("deepseek-r1", kept) == ["add\n</think>\n\n4<｜end▁of▁sentence｜>"]
+
+
+def test_a_tag_that_may_end_reasoning_or_not_is_not_guessed_at() -> None:
+    turns = [user("hello"), answer("add.</think>4")]
+    bad = read("qwen3-field", turns)
+    assert isinstance(bad, BadRow)
+    assert (bad.reason, "write that into reasoning_content" in bad.detail) == (
+        RowReason.MASK_FAILED,
+        True,
+    )
+
+
+@pytest.mark.parametrize("reasoning", ["4", "d", "I"])
+@pytest.mark.parametrize("reply", ["4", "d", "im", "end"])
+def test_a_short_answer_is_found_behind_its_reasoning(reasoning: str, reply: str) -> None:
+    options = ReadingOptions(train_thinking=False)
+    for name in ("qwen3", "glm", "gpt-oss"):
+        end = {"qwen3": "<|im_end|>", "glm": "", "gpt-oss": "<|return|>"}[name]
+        assert trained(name, [user("so?"), thoughtful(reply, reasoning)], options) == [reply + end]
+
+
+@pytest.mark.parametrize("reply", ["4", "d"])
+def test_a_short_thought_that_the_answer_repeats_is_seen_to_be_hidden(reply: str) -> None:
+    turns = [user("hello"), thoughtful(reply, reply), user("so?"), answer("fine")]
+    assert prompt_of("qwen3", turns).alterations == (Alteration.THINKING_HIDDEN,)
+    bad = read("deepseek-r1", turns, ReadingOptions(thinking=Thinking.KEEP))
+    assert isinstance(bad, BadRow)
+    assert bad.reason == RowReason.THINKING_LOST
+
+
+# --- what reaches the template ------------------------------------------------------------------
+
+
 def test_template_kwargs_reach_the_template() -> None:
     options = ReadingOptions(template_kwargs={"enable_thinking": False})
     assert trained("qwen3", PLAIN, options) == ["fine thanks<|im_end|>", "hm,\nyes<|im_end|>"]
@@ -371,6 +502,31 @@ def test_a_template_that_knows_no_tools_fails_the_row(name: str) -> None:
         assert bad.reason == RowReason.RENDER_FAILED
 
 
+@pytest.mark.parametrize("name", ["smollm2", "gemma", "deepseek-r1", "generation"])
+def test_definitions_that_a_template_does_not_know_can_be_dropped_and_calls_cannot(
+    name: str,
+) -> None:
+    dropping = ReadingOptions(tools=Tools.DROP)
+    prompt, plain = prompt_of(name, PLAIN, dropping, tools=[TOOL]), prompt_of(name, PLAIN)
+    assert prompt.input_ids.tolist() == plain.input_ids.tolist()
+    assert prompt.alterations == (Alteration.TOOLS_DROPPED,)
+    assert prompt_of(name, PLAIN, dropping).alterations == ()
+    bad = read(name, [user("hm"), answer("", tool_calls=[call()])], dropping, tools=[TOOL])
+    assert isinstance(bad, BadRow)
+    assert bad.reason == RowReason.RENDER_FAILED
+
+
+@pytest.mark.parametrize("name", [n for n in TOOLS_EXPECTED if n != "deepseek-v3"])
+def test_definitions_that_a_template_knows_are_not_dropped(name: str) -> None:
+    dropping = ReadingOptions(tools=Tools.DROP)
+    prompt, kept = (
+        prompt_of(name, PLAIN, dropping, tools=[TOOL]),
+        prompt_of(name, PLAIN, tools=[TOOL]),
+    )
+    assert prompt.input_ids.tolist() == kept.input_ids.tolist()
+    assert prompt.alterations == ()
+
+
 def test_a_call_that_the_template_leaves_out_fails_the_row() -> None:
     # Kimi's name comes from the id, and this id has none.
     bad = read("kimi-k2", [user("weather?"), answer(None, tool_calls=[call(call_id="c1")])])
@@ -382,6 +538,13 @@ def test_content_beside_a_call_that_the_template_leaves_out_fails_the_row() -> N
     bad = read("llama3", [user("weather?"), answer("one moment", tool_calls=[call()])])
     assert isinstance(bad, BadRow)
     assert bad.reason == RowReason.MASK_FAILED
+
+
+def test_a_part_of_the_history_that_the_template_leaves_out_fails_the_row() -> None:
+    turns = [user("hm"), answer("one moment", tool_calls=[call()]), result("rain"), answer("rain")]
+    bad = read("llama3", turns, ReadingOptions(train=Train.LAST))
+    assert isinstance(bad, BadRow)
+    assert bad.reason == RowReason.RENDER_FAILED
 
 
 def test_reasoning_before_calls_that_an_answer_follows() -> None:
@@ -433,7 +596,10 @@ def test_case_91_an_open_conversation_has_no_trained_token_after_its_question(
 
 
 texts = st.sampled_from(
-    ["", " ", "a", " b ", "<think>t</think>x", "</think>", "<|im_end|>", "é\n\n", "hello there"]
+    [
+        *("", " ", "a", " b ", "<think>t</think>x", "</think>", "<|im_end|>", "é\n\n"),
+        *("hello there", "t\n</think>\n\nx", "a `</think>` b", "<think>t</think>a `</think>` b"),
+    ]
 )
 arguments = st.sampled_from([{}, {"a": 1}, {"a": "x\ny", "b": {"c": ["é"]}}, '{"a": 1}', "[", None])
 calls = st.lists(

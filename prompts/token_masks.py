@@ -1,0 +1,148 @@
+"""Rows of ids: which tokens are padding and which are trained, as trainers write it down. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from prompts.training import IGNORED_LABEL, TOKEN_MASKS
+from prompts.types import RowError, RowReason
+
+#: A prompt's ids and its answer's: what TRL makes of a question and an answer.
+ID_PAIR: Final = ("prompt_ids", "completion_ids")
+#: One number for each token; several numbers mean several documents in one row, or kinds of token
+#: that ids alone do not tell.
+KINDS: Final = ("token_type_ids", "segment_ids", "document_ids", "seq_idx")
+#: Lengths (or, the last, borders) of the documents in one row -> entries for one document.
+PACKED: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("seq_lengths", "seq_lens", "sequence_lengths"), 1),
+    "cu_seqlens": 2,
+}
+#: All columns that `read_tokens` reads.
+COLUMNS: Final = frozenset(
+    {"input_ids", "attention_mask", "labels", "position_ids"}.union(
+        TOKEN_MASKS, KINDS, PACKED, ID_PAIR
+    )
+)
+
+Marks = npt.NDArray[np.uint8]  # [N], 0 or 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tokens:
+    """One document's tokens."""
+
+    ids: npt.NDArray[np.int32]  # [N]
+    loss_mask: Marks | None  # None where the row says nothing about training
+    was_padded: bool
+
+
+def read_tokens(row: Mapping[str, Any], ids: Sequence[int], *, num_prompt: int | None) -> Tokens:
+    """`ids` without padding, and the mask that all columns agree on.
+
+    `num_prompt`: how many ids the row itself calls the prompt. Raises `RowError`.
+    """
+    array = np.array(ids, dtype=np.int32)
+    kept = _kept(row, array.size)
+    array = array[kept]
+    _check_one_document(row, kept, len(ids))
+    masks = {
+        name: _marks(name, mask, len(ids), RowReason.BAD_LOSS_MASK)[kept]
+        for name in TOKEN_MASKS
+        if (mask := row.get(name)) is not None
+    }
+    if (labels := row.get("labels")) is not None:
+        masks["labels"] = _labelled(labels, array, kept, len(ids))
+    if num_prompt is not None:
+        masks[ID_PAIR[1]] = (np.arange(len(ids)) >= num_prompt)[kept].astype(np.uint8)
+    first = next(iter(masks), "")
+    for name, mask in masks.items():
+        if not np.array_equal(masks[first], mask):
+            detail = f"{first} and {name} disagree; --ignore-column leaves one of them out"
+            raise RowError(RowReason.CONFLICTING_FIELDS, detail)
+    return Tokens(ids=array, loss_mask=masks.get(first), was_padded=array.size < len(ids))
+
+
+def _kept(row: Mapping[str, Any], num_tokens: int) -> slice:
+    """What is not padding."""
+    if (mask := row.get("attention_mask")) is None:
+        return slice(0, num_tokens)
+    marks = _marks("attention_mask", mask, num_tokens, RowReason.BAD_INPUT_IDS)
+    (places,) = np.nonzero(marks)
+    if not places.size:
+        raise RowError(RowReason.EMPTY_PROMPT, "attention_mask is 0 throughout")
+    kept = slice(int(places[0]), int(places[-1]) + 1)
+    if places.size < kept.stop - kept.start:
+        detail = "attention_mask is 0 in the midst of the tokens: only padding at an end can be cut"
+        raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
+    return kept
+
+
+def _labelled(
+    labels: object, ids: npt.NDArray[np.int32], kept: slice, num_tokens: int
+) -> npt.NDArray[np.uint8]:
+    values = _numbers("labels", labels, num_tokens, RowReason.BAD_LOSS_MASK)[kept]
+    trained = values != IGNORED_LABEL
+    if not np.array_equal(values[trained], ids[trained]):
+        before = trained[:-1]
+        if before.any() and np.array_equal(values[:-1][before], ids[1:][before]):
+            detail = (
+                "labels are shifted by one: each is the next token's id; "
+                f"write the token's own id, or {IGNORED_LABEL}"
+            )
+        else:
+            detail = f"labels has an entry that is neither {IGNORED_LABEL} nor its token's id"
+        raise RowError(RowReason.BAD_LOSS_MASK, detail)
+    return np.asarray(trained, dtype=np.uint8)
+
+
+def _check_one_document(row: Mapping[str, Any], kept: slice, num_tokens: int) -> None:
+    for name, num_entries in PACKED.items():
+        if isinstance(value := row.get(name), list) and len(value) > num_entries:
+            raise _packed(name)
+    for name in ("position_ids", *KINDS):
+        if (value := row.get(name)) is None:
+            continue
+        numbers = _numbers(name, value, num_tokens, RowReason.BAD_INPUT_IDS)[kept]
+        expected = np.arange(numbers.size) if name == "position_ids" else numbers[0]
+        if not np.all(numbers == expected):
+            raise _packed(name)
+
+
+def _packed(name: str) -> RowError:
+    what = "does not count from 0" if name == "position_ids" else "differs within the row"
+    if name in PACKED:
+        what = "has several entries"
+    detail = (
+        f"{name} {what}, as where several documents are packed into one row: give each a row of "
+        f"its own, or pass --ignore-column {name}"
+    )
+    return RowError(RowReason.UNSUPPORTED_FIELD, detail)
+
+
+def _marks(name: str, value: object, num_tokens: int, reason: RowReason) -> Marks:
+    if not _is_flat(value, {int, bool, float}) or not {0, 1}.issuperset(value):
+        raise RowError(reason, f"{name} is not a flat list of 0 and 1")
+    _check_length(name, value, num_tokens, reason)
+    return np.array(value, dtype=np.uint8)
+
+
+def _numbers(name: str, value: object, num_tokens: int, reason: RowReason) -> npt.NDArray[np.int64]:
+    if not _is_flat(value, {int}) or not all(-(2**63) <= number < 2**63 for number in value):
+        raise RowError(reason, f"{name} is not a flat list of integers")
+    _check_length(name, value, num_tokens, reason)
+    return np.array(value, dtype=np.int64)
+
+
+def _is_flat(value: object, types: set[type]) -> TypeGuard[list[int]]:
+    # By exact type: `True` is an int to isinstance.
+    return isinstance(value, list) and types.issuperset(map(type, value))
+
+
+def _check_length(name: str, value: Sequence[object], num_tokens: int, reason: RowReason) -> None:
+    if len(value) != num_tokens:
+        raise RowError(reason, f"{name} has {len(value)} entries, input_ids has {num_tokens}")

@@ -1,0 +1,50 @@
+"""The same rows as a file of each kind."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+
+def as_jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
+
+
+def as_array(rows: list[dict[str, Any]]) -> bytes:
+    return orjson.dumps(rows)
+
+
+def as_pretty_array(rows: list[dict[str, Any]]) -> bytes:
+    return b"\xef\xbb\xbf\n" + json.dumps(rows, indent=2).encode()
+
+
+def as_parquet(rows: list[dict[str, Any]]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=70)
+    return sink.getvalue()
+
+
+def as_arrow_stream(rows: list[dict[str, Any]]) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=90)
+    return sink.getvalue()
+
+
+def as_arrow_file(rows: list[dict[str, Any]]) -> bytes:
+    table = pa.Table.from_pylist(rows)
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=90)
+    return sink.getvalue()
+
+
+FORMS = [as_jsonl, as_array, as_pretty_array, as_parquet, as_arrow_stream, as_arrow_file]

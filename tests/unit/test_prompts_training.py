@@ -1,0 +1,401 @@
+"""What a row says about training is read, or fails the row, out of every container."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from prompt_files import (
+    FORMS,
+    as_array,
+    as_arrow_file,
+    as_arrow_stream,
+    as_jsonl,
+    as_parquet,
+    as_pretty_array,
+)
+from templates import SMOLLM2, tokenizer_for
+
+from prompts.dialects import count_parts
+from prompts.inputs import RawRow, scan_inputs
+from prompts.options import ReadingOptions, Thinking, Train
+from prompts.render import Renderer
+from prompts.stream import read_prompts
+from prompts.training import speaks_of_training
+from prompts.types import Alteration, BadRow, InputError, Prompt
+
+Row = dict[str, Any]
+IDS = [5, 6, 7, 8]
+Q, A = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "fine"}
+
+
+@cache
+def plain_renderer() -> Renderer:
+    return Renderer(tokenizer_for(SMOLLM2))
+
+
+def user(**flags: Any) -> Row:
+    return {"role": "user", "content": "hi", **flags}
+
+
+def answer(content: str, **flags: Any) -> Row:
+    return {"role": "assistant", "content": content, **flags}
+
+
+def read(row: Row, options: ReadingOptions | None = None, part: int | None = None) -> Any:
+    renderer = plain_renderer() if options is None else Renderer(tokenizer_for(SMOLLM2), options)
+    raw = RawRow(ordinal=0, source="p", line=1, data=orjson.dumps(row), part=part)
+    return renderer.prompt_from(raw)
+
+
+def outcome(item: Prompt | BadRow) -> Any:
+    if isinstance(item, BadRow):
+        return item.reason.value, item.detail
+    return item.input_ids.tolist(), item.loss_mask.tolist(), item.alterations
+
+
+def trained(item: Prompt | BadRow) -> str:
+    assert isinstance(item, Prompt), item
+    ids = [number for number, mark in zip(item.input_ids, item.loss_mask, strict=True) if mark]
+    return str(tokenizer_for(SMOLLM2).decode(ids))
+
+
+def refused(item: Prompt | BadRow, reason: str, detail: str) -> None:
+    assert isinstance(item, BadRow), item
+    assert (item.reason.value, detail in item.detail) == (reason, True), item.detail
+
+
+#: Columns beside four ids -> ids, mask, changes; or reason and a part of the detail.
+ID_ROWS: list[tuple[str, Row, Any]] = [
+    ("nothing", {}, (IDS, [1, 1, 1, 1])),
+    *(
+        (name, {name: [0, 0, 1, 1]}, (IDS, [0, 0, 1, 1]))
+        for name in (
+            *("loss_mask", "assistant_masks", "assistant_mask", "completion_mask"),
+            *("response_mask", "mask", "loss_weights"),
+        )
+    ),
+    ("bools", {"assistant_masks": [False, False, True, True]}, (IDS, [0, 0, 1, 1])),
+    ("floats", {"loss_mask": [0.0, 0.0, 1.0, 1.0]}, (IDS, [0, 0, 1, 1])),
+    ("labels", {"labels": [-100, -100, 7, 8]}, (IDS, [0, 0, 1, 1])),
+    ("labels of none", {"labels": [-100] * 4}, (IDS, [0, 0, 0, 0])),
+    (
+        "padding at the right",
+        {"attention_mask": [1, 1, 1, 0], "labels": [-100, 6, 7, -100]},
+        ([5, 6, 7], [0, 1, 1], (Alteration.PADDING_CUT,)),
+    ),
+    (
+        "padding at both ends",
+        {"attention_mask": [0, 1, 1, 0], "loss_mask": [1, 0, 1, 1], "position_ids": [0, 0, 1, 1]},
+        ([6, 7], [0, 1], (Alteration.PADDING_CUT,)),
+    ),
+    ("padding alone", {"attention_mask": [0, 1, 1, 1]}, ([6, 7, 8], [1, 1, 1], ("padding_cut",))),
+    ("no padding", {"attention_mask": [1, 1, 1, 1]}, (IDS, [1, 1, 1, 1])),
+    ("two agree", {"labels": [-100, 6, 7, 8], "loss_mask": [0, 1, 1, 1]}, (IDS, [0, 1, 1, 1])),
+    (
+        "harmless",
+        {
+            "special_tokens_mask": [1, 0, 0, 1],
+            "token_type_ids": [0, 0, 0, 0],
+            "position_ids": [0, 1, 2, 3],
+            "seq_lengths": [4],
+            "seq_len": 4,
+            "logprobs": [-0.5, -0.25, -1.5, -2.5],
+            "loss": 1.25,
+            "train_loss": 0.5,
+            "weight": 1,
+            "label": "chat",
+            "split": "train",
+            "source": "x",
+        },
+        (IDS, [1, 1, 1, 1]),
+    ),
+    ("a pair", {"input_ids": None, "prompt_ids": [5], "completion_ids": [6]}, ([5, 6], [0, 1])),
+    (
+        "a pair beside its ids",
+        {"prompt_ids": [5, 6, 7], "completion_ids": [8], "completion_mask": [0, 0, 0, 1]},
+        (IDS, [0, 0, 0, 1]),
+    ),
+    # refused
+    (
+        "two disagree",
+        {"labels": [-100, 6, 7, 8], "assistant_masks": [0, 0, 1, 1]},
+        ("conflicting_fields", "assistant_masks and labels disagree"),
+    ),
+    (
+        "a pair disagrees",
+        {"prompt_ids": [5], "completion_ids": [6, 7, 8], "mask": [0, 0, 1, 1]},
+        ("conflicting_fields", "mask and completion_ids disagree"),
+    ),
+    (
+        "another pair",
+        {"prompt_ids": [5], "completion_ids": [6]},
+        ("conflicting_fields", "prompt_ids and completion_ids are not input_ids"),
+    ),
+    ("half a pair", {"prompt_ids": [5]}, ("unsupported_field", "without completion_ids")),
+    ("shifted", {"labels": [-100, 7, 8, -100]}, ("bad_loss_mask", "shifted by one")),
+    ("other labels", {"labels": [-100, 9, 7, 8]}, ("bad_loss_mask", "neither -100 nor")),
+    (
+        "short labels",
+        {"labels": [-100]},
+        ("bad_loss_mask", "labels has 1 entries, input_ids has 4"),
+    ),
+    ("a half", {"mask": [0, 0.5, 1, 1]}, ("bad_loss_mask", "mask is not a flat list of 0 and 1")),
+    ("text", {"completion_mask": "0011"}, ("bad_loss_mask", "completion_mask is not a flat")),
+    ("long", {"assistant_masks": [1] * 5}, ("bad_loss_mask", "has 5 entries, input_ids has 4")),
+    ("a hole", {"attention_mask": [1, 0, 1, 1]}, ("unsupported_field", "in the midst")),
+    ("all padding", {"attention_mask": [0] * 4}, ("empty_prompt", "0 throughout")),
+    ("documents", {"attention_mask": [1, 1, 2, 2]}, ("bad_input_ids", "attention_mask is not a")),
+    ("packed", {"position_ids": [0, 1, 0, 1]}, ("unsupported_field", "several documents")),
+    ("lengths", {"seq_lengths": [2, 2]}, ("unsupported_field", "seq_lengths has several")),
+    ("borders", {"cu_seqlens": [0, 2, 4]}, ("unsupported_field", "cu_seqlens has several")),
+    ("segments", {"segment_ids": [1, 1, 2, 2]}, ("unsupported_field", "segment_ids differs")),
+    ("inverse", {"prompt_mask": [1, 1, 0, 0]}, ("unsupported_field", "prompt_mask looks like")),
+    ("own name", {"is_answer": [0, 0, 1, 1]}, ("unsupported_field", "is_answer looks like")),
+    ("targets", {"targets": [-100, 6, 7, 8]}, ("unsupported_field", "--ignore-column targets")),
+    ("weights", {"token_weights": [0.5, 1, 1, 2]}, ("unsupported_field", "token_weights looks")),
+    ("words", {"lossMask": [0, 0, 1, 1]}, ("unsupported_field", "lossMask looks like")),
+    ("a string", {"train_mask": "[0, 0, 1, 1]"}, ("unsupported_field", "train_mask looks like")),
+    ("a directive", {"mask_prompt": True}, ("unsupported_field", "mask_prompt looks like")),
+    ("untrained", {"weight": 0}, ("no_supervision", "weight says that it is not trained")),
+    ("weighted", {"weight": 0.5}, ("bad_loss_mask", "weight is neither 0 nor 1")),
+]
+
+
+def test_every_container_gives_what_a_line_does(tmp_path: Path) -> None:
+    chats = [row for _, row, _ in TURN_ROWS]
+    for name, rows in (
+        ("ids", [{"input_ids": IDS, **columns} for _, columns, _ in ID_ROWS]),
+        ("chats", [{"messages": row} if isinstance(row, list) else row for row in chats]),
+    ):
+        for form in FORMS:
+            for number, row in enumerate(rows):
+                path = tmp_path / f"{name}-{form.__name__}-{number}"
+                try:
+                    path.write_bytes(form([row]))
+                except (ValueError, TypeError):  # Arrow: a list of more than one type
+                    assert form not in (as_jsonl, as_array, as_pretty_array)
+                    continue
+                (item,) = read_prompts(scan_inputs([path]), plain_renderer())
+                assert outcome(item) == outcome(read(row)), (form.__name__, row)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"), [row[1:] for row in ID_ROWS], ids=[r[0] for r in ID_ROWS]
+)
+def test_what_stands_beside_ids_is_read_or_fails_the_row(columns: Row, expected: Any) -> None:
+    item = read({"input_ids": IDS, **columns})
+    if isinstance(expected[0], str):
+        refused(item, *expected)
+        return
+    ids, mask, *alterations = expected
+    assert outcome(item) == (ids, mask, alterations[0] if alterations else ())
+
+
+FIRST, SECOND, BOTH = "one<|im_end|>", "two<|im_end|>", "one<|im_end|>two<|im_end|>"
+
+
+def chat(first: Row, second: Row | None = None, asked: Row | None = None) -> list[Row]:
+    one, two = {**answer("one"), **first}, {**answer("two"), **(second or {})}
+    return [user(**(asked or {})), one, user(), two]
+
+
+#: Turns (or a whole row) -> the text that is trained; or reason and a part of the detail.
+TURN_ROWS: list[tuple[str, Any, Any]] = [
+    ("nothing", chat({}), BOTH),
+    *(
+        (f"{name} {value}", chat({name: value}), SECOND)
+        for name in (
+            *("weight", "loss_weight", "loss_mask", "loss", "compute_loss"),
+            *("train", "training", "trainable", "train_on_turn"),
+        )
+        for value in (0, False, 0.0)
+    ),
+    ("weight 1", chat({"weight": 1}, {"weight": 1}), BOTH),
+    ("both kinds", chat({"weight": 0}, {"weight": 1}), SECOND),
+    ("null", chat({"weight": None, "train": None}, {"weight": 0}), FIRST),
+    ("masked", chat({"masked": True}, {"masked": False}), SECOND),
+    ("user 0", chat({}, {"train": False}, {"train": False, "masked": True, "weight": 0}), FIRST),
+    ("agree", chat({"weight": 0, "train": False}), SECOND),
+    (
+        "harmless",
+        chat(
+            {"trained_by": "x", "label": "good", "train_detail": [], "labels": {"name": ["x"]}},
+            {"score": 0, "toxic": False, "rank": 1},
+        ),
+        BOTH,
+    ),
+    (
+        "sharegpt",
+        {
+            "conversations": [
+                {"from": "human", "value": "hi"},
+                {"from": "gpt", "value": "one", "train": False},
+                {"from": "human", "value": "hi"},
+                {"from": "gpt", "value": "two"},
+            ]
+        },
+        SECOND,
+    ),
+    ("a part", chat({"content": [{"type": "text", "text": "one", "train": True}]}), BOTH),
+    ("an answer of its own", {"prompt": [Q], "chosen": {**A, "weight": 1}}, "fine<|im_end|>"),
+    (
+        "history",
+        {"history": chat({"weight": 0}), "prompt": "p", "response": "x"},
+        "two<|im_end|>x<|im_end|>",
+    ),
+    # columns beside
+    (
+        "harmless columns",
+        {
+            "messages": [Q, A],
+            "label": 0,
+            "labels": ["math"],
+            "category": "train",
+            "split": "train",
+            "source": "loss",
+            "loss": 0.0,
+            "train_loss": 1.5,
+            "used_in_training": ["Ultra"],
+            "mask_token": "[MASK]",
+            "weights_url": "x",
+            "training": {"epochs": 1},
+            "mask": "User",
+            "attention_mask": [1, 1],
+            "weight": 1.0,
+            "train": True,
+        },
+        "fine<|im_end|>",
+    ),
+    ("row weight", {"messages": [Q, A], "weight": 0}, ("no_supervision", "weight says that")),
+    ("row train", {"messages": [Q, A], "train": False}, ("no_supervision", "train says that")),
+    ("row masked", {"messages": [Q, A], "masked": True}, ("no_supervision", "masked says that")),
+    ("row half", {"messages": [Q, A], "weight": 0.5}, ("bad_loss_mask", "neither 0 nor 1")),
+    ("row yes", {"messages": [Q, A], "train": "yes"}, ("bad_loss_mask", "neither 0 nor 1")),
+    (
+        "row labels",
+        {"messages": [Q, A], "labels": [-100, 3]},
+        ("unsupported_field", "labels looks"),
+    ),
+    ("row mask", {"messages": [Q, A], "loss_mask": [0, 1]}, ("unsupported_field", "loss_mask")),
+    ("per turn", {"messages": [Q, A], "turn_weights": [0.5, 2]}, ("unsupported_field", "turn_w")),
+    ("text", {"text": "hello", "loss_mask": [0, 1]}, ("unsupported_field", "loss_mask looks")),
+    ("text flag", {"text": "hello", "train": 0}, ("no_supervision", "train says that")),
+    ("other role", {"messages": [Q, A], "mask": "Assistant"}, ("unsupported_field", "mask looks")),
+    ("directive", {"messages": [Q, A], "train_on_inputs": True}, ("unsupported_field", "train_on")),
+    # refused turns
+    ("half", chat({"weight": 0.5}), ("bad_loss_mask", "turn 1 (assistant): weight is neither 0")),
+    ("text weight", chat({"weight": "0"}), ("bad_loss_mask", "weight is neither 0 nor 1")),
+    ("disagree", chat({"weight": 0, "train": True}), ("conflicting_fields", "weight and train")),
+    ("user 1", chat({}, {}, {"weight": 1}), ("unsupported_field", "turn 0 (user): weight asks")),
+    ("user seen", chat({}, {}, {"masked": False}), ("unsupported_field", "masked asks to train")),
+    (
+        "detail",
+        chat({"train_detail": [{"begin_offset": 0}]}),
+        ("unsupported_field", "train_detail"),
+    ),
+    ("either way", chat({"mask": 1}), ("unsupported_field", "mask looks like")),
+    ("unknown", chat({"no_train": True}), ("unsupported_field", "no_train looks like")),
+    ("scale", chat({"loss_scale": 2.0}), ("unsupported_field", "loss_scale looks like")),
+    ("token mask", chat({"token_loss_mask": [0, 1]}), ("unsupported_field", "token_loss_mask")),
+    (
+        "half a turn",
+        chat({"content": [{"type": "text", "text": "one", "train": False}]}),
+        ("unsupported_field", "part 0 is not to be trained, and only whole turns"),
+    ),
+    ("all out", chat({"weight": 0}, {"weight": 0}), ("no_supervision", "excludes every answer")),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"), [row[1:] for row in TURN_ROWS], ids=[r[0] for r in TURN_ROWS]
+)
+def test_what_turns_say_is_read_or_fails_the_row(row: Any, expected: Any) -> None:
+    item = read({"messages": row} if isinstance(row, list) else row)
+    if isinstance(expected, str):
+        assert trained(item) == expected
+        assert isinstance(item, Prompt)
+        assert item.alterations == ()
+    else:
+        refused(item, *expected)
+
+
+@pytest.mark.parametrize("form", [as_parquet, as_arrow_stream, as_arrow_file])
+def test_types_that_json_does_not_have_fail_their_row(tmp_path: Path, form: Any) -> None:
+    for number, (row, reason) in enumerate(
+        [
+            ({"input_ids": IDS, "loss_mask": b"\0\0\1\1"}, "bad_loss_mask"),
+            ({"input_ids": IDS, "token_mask": b"\0\0\1\1"}, "unsupported_field"),
+            ({"input_ids": IDS, "weight": Decimal("0.0")}, "bad_loss_mask"),
+            ({"messages": chat({"weight": Decimal("0.0")})}, "bad_loss_mask"),
+        ]
+    ):
+        path = tmp_path / str(number)
+        path.write_bytes(form([row]))
+        (item,) = read_prompts(scan_inputs([path]), plain_renderer())
+        refused(item, reason, "")
+
+
+def test_rows_of_one_column_type_have_nulls_where_a_turn_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(as_parquet([{"messages": chat({"weight": 0})}, {"messages": chat({})}]))
+    items = read_prompts(scan_inputs([path]), plain_renderer())
+    assert [trained(item) for item in items] == [SECOND, BOTH]
+
+
+def test_an_excluded_answer_stays_in_the_history() -> None:
+    plain, excluded = read({"messages": chat({})}), read({"messages": chat({"weight": 0})})
+    assert plain.input_ids.tolist() == excluded.input_ids.tolist()
+
+
+def test_the_last_answer_is_the_last_one_whether_it_is_trained_or_not() -> None:
+    last = ReadingOptions(train=Train.LAST)
+    assert trained(read({"messages": chat({"weight": 0})}, last)) == SECOND
+    refused(read({"messages": chat({}, {"weight": 0})}, last), "no_supervision", "every answer")
+
+
+def test_excluded_answers_are_no_parts_of_an_expanded_row() -> None:
+    expand = ReadingOptions(thinking=Thinking.EXPAND)
+    row = {"messages": [*chat({"weight": 0}), user(), answer("three")]}
+    assert count_parts(orjson.dumps(row), expand) == 2
+    assert [trained(read(row, expand, part)) for part in (0, 1)] == [SECOND, "three<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "expected"),
+    [
+        ({"input_ids": IDS, "labels": [0, 1, 0, 1]}, "labels", [1, 1, 1, 1]),
+        ({"input_ids": IDS, "labels": [-100] * 4, "mask": [0, 0, 1, 1]}, "labels", [0, 0, 1, 1]),
+        ({"input_ids": IDS, "is_answer": [0, 0, 1, 1]}, "is_answer", [1, 1, 1, 1]),
+    ],
+)
+def test_a_column_can_be_ignored(row: Row, name: str, expected: list[int]) -> None:
+    assert isinstance(read(row), BadRow)
+    item = read(row, ReadingOptions(ignored_columns=(name,)))
+    assert item.loss_mask.tolist() == expected
+
+
+def test_a_key_of_a_turn_can_be_ignored_and_content_cannot() -> None:
+    ignoring = ReadingOptions(ignored_columns=("weight", "content"))
+    assert trained(read({"messages": chat({"weight": 0.5})}, ignoring)) == BOTH
+    with pytest.raises(InputError, match="both name text"):
+        ReadingOptions(fields=("text",), ignored_columns=("text",))
+
+
+def test_two_fields_of_ids_are_a_prompt_and_its_answer() -> None:
+    row = {"q": [5], "a": [6, 7]}
+    assert outcome(read(row, ReadingOptions(fields=("q", "a"))))[:2] == ([5, 6, 7], [0, 1, 1])
+
+
+@pytest.mark.parametrize("name", ["maskFoo", "loss-mask", "a.weight", "untrained", "supervised"])
+def test_names_that_speak_of_training(name: str) -> None:
+    assert speaks_of_training(name)
+
+
+@pytest.mark.parametrize("name", ["constraint", "trainer_name", "glossary", "weightless"])
+def test_names_that_only_look_so(name: str) -> None:
+    assert not speaks_of_training(name)
