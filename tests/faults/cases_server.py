@@ -25,7 +25,8 @@ SHORT_TIMEOUTS = ("--request-timeout", 0.4, "--dump-timeout", 0.4)
 #: What a server may do to a request without the row being lost.
 PASSING = (
     "busy", "too_many", "error", "reset", "silent", "late", "close", "other_rid", "no_dump",
-    "short_dump", "double_dump", "wrong_ids", "nonfinite", "error_record", "torn_dump", "cached",
+    "duplicate", "lost_copy", "queue_abort", "odd_reply", "drip", "short_dump",
+    "double_dump", "wrong_ids", "nonfinite", "error_record", "torn_dump", "cached",
 )  # fmt: skip
 LASTING = {"reject": "rejected", "wrong_boundaries": "wrong_layout", "truncated": "truncated"}
 

@@ -63,6 +63,8 @@ pytestmark = pytest.mark.usefixtures("quick_retries")
 TIMEOUTS: dict[Fault, dict[str, float]] = {
     Fault.SILENT: {"request_timeout_s": 1.5},
     Fault.LATE: {"request_timeout_s": LATE_S / 2},
+    Fault.DRIP: {"request_timeout_s": 1.5},
+    Fault.LOST_COPY: {"dump_timeout_s": 1.0},
     Fault.NO_DUMP: {"dump_timeout_s": 1.0},
     Fault.SHORT_DUMP: {"dump_timeout_s": 1.0},
     Fault.TORN_DUMP: {"dump_timeout_s": 1.0},
@@ -370,6 +372,11 @@ async def test_prompts_in_memory_are_bounded_by_the_concurrency(
         (Fault.SILENT, 2, None),
         (Fault.TOO_MANY, 2, None),
         (Fault.LATE, 2, None),
+        (Fault.DUPLICATE, 1, None),
+        (Fault.LOST_COPY, 2, None),
+        (Fault.QUEUE_ABORT, 2, None),
+        (Fault.ODD_REPLY, 2, None),
+        (Fault.DRIP, 2, None),
         (Fault.CLOSE, 1, None),
         (Fault.OTHER_RID, 2, None),
         (Fault.NO_DUMP, 2, None),
@@ -411,6 +418,8 @@ async def test_a_passing_fault_costs_one_request_and_a_lasting_one_the_row(
     [
         (Fault.ERROR, Reason.SERVER_ERROR),
         (Fault.SILENT, Reason.SERVER_ERROR),
+        (Fault.DRIP, Reason.SERVER_ERROR),
+        (Fault.ODD_REPLY, Reason.SERVER_ERROR),
         (Fault.NO_DUMP, Reason.DUMP_MISSING),
         (Fault.SHORT_DUMP, Reason.DUMP_MISSING),
         (Fault.WRONG_IDS, Reason.WRONG_TOKENS),
@@ -442,7 +451,7 @@ async def test_a_row_whose_every_attempt_fails_is_given_up_with_the_reason(
     assert dumps_under(dump_root) == []
 
 
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.RESET])
+@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.RESET, Fault.QUEUE_ABORT, Fault.LOST_COPY])
 async def test_trouble_that_is_not_the_prompts_costs_it_no_attempt(
     tmp_path: Path, dump_root: Path, notes: Notes, fault: Fault
 ) -> None:
@@ -450,7 +459,8 @@ async def test_trouble_that_is_not_the_prompts_costs_it_no_attempt(
     faults = faults_once(dict.fromkeys(range(1, 7), fault))
     async with FakeServer(dump_root, faults=faults).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
-        await run(options_for(server, path, tmp_path / "out", max_attempts=1), notes)
+        options = options_for(server, path, tmp_path / "out", max_attempts=1, dump_timeout_s=0.2)
+        await run(options, notes)
     assert len(ordinals_sent(server.requests)) == 7
     assert_whole(tmp_path / "out", prompts)
 
@@ -609,6 +619,50 @@ async def test_duplicates_of_pieces_never_make_a_sample(
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         await run(options_for(server, path, tmp_path / "out", max_attempts=9), notes)
     assert len(ordinals_sent(server.requests)) > 30
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_a_gateway_that_sends_everything_twice_costs_nothing(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    """Probes included: each reply is of the second copy, each dump of the first."""
+    prompts = make_prompts(30)
+    faults: list[Fault] = []
+
+    def always(number: int, rid: str) -> Fault:
+        faults.append(Fault.DUPLICATE)
+        return faults[-1]
+
+    async with FakeServer(dump_root, chunk_tokens=8, faults=always).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out", max_attempts=1), notes)
+        assert server.aborted == []
+    assert len(faults) == 31
+    assert sorted(ordinals_sent(server.requests)) == list(range(30))
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_a_probe_that_a_gateway_sends_twice_opens_the_gate_again(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.0)
+    prompts = make_prompts(5)
+
+    def plan(number: int, rid: str) -> Fault | None:
+        if PROBE_SESSION in rid:
+            return Fault.DUPLICATE
+        return Fault.BUSY if len(probes_in(server.requests)) < 2 else None
+
+    def probes_in(rids: list[str]) -> list[str]:
+        return [rid for rid in rids if PROBE_SESSION in rid]
+
+    server = FakeServer(dump_root, faults=plan)
+    async with server.running():
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert len(probes_in(server.requests)) == 2
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 
