@@ -168,7 +168,7 @@ async def require_probe(client: Client, target: Target, *, run_id: str) -> None:
     """
     request = probe_request(run_id, vocab_size=target.limits.vocab_size)
     # Of the probe alone: what earlier sessions left is not the probe's to remove.
-    collector = Collector(target.ranks, rid_prefix=request.rid)
+    collector = Collector(target.ranks, rid_prefix=request.rid, is_skipping=True)
     try:
         await _probe(client, target, collector, request)
     finally:

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from helpers import (
     write_prompts,
 )
 
+import extractor.collect
 import extractor.mover
 import extractor.places
 import extractor.preflight
@@ -56,6 +58,7 @@ from extractor.progress import BarReporter, JsonReporter, LineReporter, Reporter
 from extractor.run import RunSummary, run
 from extractor.testing import LATE_S, FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
+from server_patch.dump_format import Dump, read_beginning
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -706,6 +709,30 @@ async def test_other_runs_dumps_are_left_alone(
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
         await run(options_for(server, path, tmp_path / "out"), notes)
     assert len(dumps_under(dump_root)) == 1
+
+
+async def test_other_runs_dumps_are_opened_once_however_often_a_run_looks(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By adoption alone: not by the probe, the collector, or the sweeps at the end of either."""
+    opened: Counter[str] = Counter()
+
+    def counting(path: Path, *, whole_bytes: int) -> tuple[Dump, bytes]:
+        opened[path.name] += 1
+        return read_beginning(path, whole_bytes=whole_bytes)
+
+    monkeypatch.setattr(extractor.collect, "read_beginning", counting)
+    prompts = make_prompts(20)
+    async with FakeServer(dump_root).running() as server:
+        for number in range(300):
+            server.dump(f"xtr-another-session-{number}-1", np.arange(2, dtype=np.int32))
+        others = {path.name for path in server.directory.glob("*.safetensors")}
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert {opened[name] for name in others} == {1}
+    assert sum(opened.values()) == 300 + 2 + 20  # the probe's, also to remove it; the prompts'
+    assert len(dumps_under(dump_root)) == 300
+    assert_whole(tmp_path / "out", prompts)
 
 
 # --- resume -----------------------------------------------------------------------------------
