@@ -306,7 +306,8 @@ async def _bounded(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, 
     if len(data) <= most:
         return bytes(data), True
     response.close()
-    return bytes(data[:most]), False
+    del data[most:]
+    return bytes(data), False
 
 
 def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:

@@ -436,9 +436,11 @@ def _duplicate(rid: str) -> web.Response:
 async def _drip(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse()
     await response.prepare(request)
-    while True:
-        await response.write(b" ")
-        await asyncio.sleep(DRIP_S)
+    with suppress(ConnectionError):
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(DRIP_S)
+    return response
 
 
 def _last_kind(layout: Layout) -> LastKind:

@@ -232,7 +232,7 @@ def cases() -> Iterator[Case]:
             )
     for name, reason in LASTING.items():
         yield Case(f"answers:{name}:one-row", partial(one_row_is_refused, name, reason), True)
-    for name in ("busy", "too_many", "error", "reset", "silent"):
+    for name in ("busy", "too_many", "error", "reset", "silent", "lost_copy", "queue_abort"):
         yield Case(f"answers:{name}:for-ever", partial(nothing_is_served, name), name != "silent")
     for ordinal in (0, 5, 11, 23):
         yield Case(f"poison:row:{ordinal}", partial(one_prompt_kills, ordinal), ordinal == 5)

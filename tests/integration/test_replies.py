@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -188,6 +189,25 @@ async def test_what_a_server_says_of_itself_is_read_to_a_bound() -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 4 * MAX_INFO_BYTES
+
+
+async def test_a_packed_answer_is_unpacked_to_a_bound() -> None:
+    packed = gzip.compress(bytes(256 << 20))
+
+    async def handler(request: web.Request) -> web.Response:
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
+
+    tracemalloc.start()
+    try:
+        async with client_of(handler) as client:
+            failure = await client.generate(REQUEST)
+            with pytest.raises(PluginError):
+                await client.facts()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert isinstance(failure, Failure)
+    assert peak_bytes < 8 * MAX_INFO_BYTES
 
 
 @pytest.mark.parametrize("handler", [endless, dripping])

@@ -1262,3 +1262,14 @@ async def test_a_dry_run_of_what_was_begun_says_what_is_settled_already(
         await run(options, notes)
         await dry_run(options, notes)
         assert f"{tmp_path / 'out'} has 3 rows settled already" in str(notes.messages)
+
+
+async def test_dry_runs_of_one_server_at_the_same_time_do_not_disturb_each_other(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    """A server refuses a rid that is at work already."""
+    async with FakeServer(dump_root, delay_s=0.02).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(10))
+        options = options_for(server, path, tmp_path / "out")
+        await asyncio.gather(dry_run(options, notes), dry_run(options, notes))
+    assert len(server.requests) == len(set(server.requests)) == 2 * (1 + 10)
