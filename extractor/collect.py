@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,9 +94,7 @@ class DumpWatcher:
         self._run_id = run_of(rid_prefix)
         self._whole_bytes = whole_bytes
         self._ranks = {rank.directory: rank for rank in ranks}
-        self._watch = DirectoryWatch(
-            tuple(self._ranks), is_wanted=lambda name: is_dump_name(name) or is_error_name(name)
-        )
+        self._watch = DirectoryWatch(tuple(self._ranks), is_wanted=_is_wanted)
         self._unread: deque[tuple[Rank, str]] = deque()
         if is_skipping:
             self._watch.skip()
@@ -153,6 +152,19 @@ class DumpWatcher:
                 for name in [*rank.others]:
                     if not self._watch.is_reported(directory, name):
                         del rank.others[name]
+
+
+def disown(ranks: Sequence[Rank]) -> None:
+    """Take every file that is there now for another run's, without opening it: for a run that has
+    sent nothing yet."""
+    known = {rank.directory: rank for rank in ranks}
+    with suppress(FileNotFoundError):  # somebody else removes the directory of a dead server
+        for directory, name in DirectoryWatch(tuple(known), is_wanted=_is_wanted).poll():
+            known[directory].others[name] = None
+
+
+def _is_wanted(name: str) -> bool:
+    return is_dump_name(name) or is_error_name(name)
 
 
 def _read(path: Path, whole_bytes: int) -> Arrival | None:

@@ -176,9 +176,13 @@ class Collector:
         unlink_all(piece.handle.path for piece in pieces)
 
 
-def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str) -> None:
-    """Remove the dumps with such rids that servers which have died since left under `root`."""
-    dead = scan_writers(root).dead
+def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str, known: Sequence[Rank] = ()) -> None:
+    """Remove the dumps with such rids that servers which have died since left under `root`.
+
+    `known`: ranks whose files were looked at before.
+    """
+    looked_at = {rank.directory: rank for rank in known}
+    dead = [looked_at.get(rank.directory, rank) for rank in scan_writers(root).dead]
     with suppress(ServerError, FileNotFoundError):  # somebody else may be removing the directory
         Collector(dead, rid_prefix=rid_prefix).sweep()
         remove_unfinished(dead)

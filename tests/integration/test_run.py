@@ -711,27 +711,45 @@ async def test_other_runs_dumps_are_left_alone(
     assert len(dumps_under(dump_root)) == 1
 
 
+@pytest.mark.parametrize("is_dead", [False, True])
 async def test_other_runs_dumps_are_opened_once_however_often_a_run_looks(
-    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    is_dead: bool,
 ) -> None:
-    """By adoption alone: not by the probe, the collector, or the sweeps at the end of either."""
-    opened: Counter[str] = Counter()
+    """Not by the probe, the collector, and the sweeps at the end of either; and not at all where
+    nothing of the run can be there."""
+    opened: Counter[Path] = Counter()
 
     def counting(path: Path, *, whole_bytes: int) -> tuple[Dump, bytes]:
-        opened[path.name] += 1
+        opened[path] += 1
         return read_beginning(path, whole_bytes=whole_bytes)
 
     monkeypatch.setattr(extractor.collect, "read_beginning", counting)
     prompts = make_prompts(20)
-    async with FakeServer(dump_root).running() as server:
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    def others_dump(server: FakeServer) -> set[Path]:
         for number in range(300):
             server.dump(f"xtr-another-session-{number}-1", np.arange(2, dtype=np.int32))
-        others = {path.name for path in server.directory.glob("*.safetensors")}
-        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        return set(server.directory.glob("*.safetensors"))
+
+    async with FakeServer(dump_root, faults=faults_once({9: Fault.REJECT})).running() as server:
+        others = others_dump(server)
         await run(options_for(server, path, tmp_path / "out"), notes)
-    assert {opened[name] for name in others} == {1}
-    assert sum(opened.values()) == 300 + 2 + 20  # the probe's, also to remove it; the prompts'
-    assert len(dumps_under(dump_root)) == 300
+        assert not others & set(opened)
+        assert sum(opened.values()) == 2 + 19  # the probe's, also to remove it; the prompts'
+        opened.clear()
+        if not is_dead:
+            await run(options_for(server, path, tmp_path / "out", retry_failed=True), notes)
+    if is_dead:
+        declare_dead(server)
+        async with FakeServer(dump_root, boot_id="another").running() as other:
+            await run(options_for(other, path, tmp_path / "out", retry_failed=True), notes)
+    assert {opened[path] for path in others} == {1}
+    assert set(server.directory.glob("*.safetensors")) == others
     assert_whole(tmp_path / "out", prompts)
 
 
