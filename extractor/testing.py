@@ -65,6 +65,7 @@ class Fault(StrEnum):
     TOO_MANY = "too_many"  # answers 429
     ERROR = "error"  # answers 500
     REJECT = "reject"  # answers 400
+    LOCKED = "locked"  # answers 401
     DUPLICATE = "duplicate"  # answers as if a gateway had sent it before: 400, and a dump to come
     LOST_COPY = "lost_copy"  # the same, but the first copy ended with its connection: no dump
     QUEUE_ABORT = "queue_abort"  # answers 200: aborted in the waiting queue
@@ -307,6 +308,8 @@ class FakeServer:
                 return web.json_response({"error": {"message": "boom"}}, status=500)
             case Fault.REJECT:
                 return web.json_response({"error": {"message": "no"}}, status=400)
+            case Fault.LOCKED:
+                return web.json_response({"error": "Unauthorized"}, status=401)
             case Fault.DUPLICATE:
                 copy = asyncio.create_task(self._dump_later(rid, ids))
                 self._copies.add(copy)

@@ -379,6 +379,7 @@ async def test_prompts_in_memory_are_bounded_by_the_concurrency(
         (Fault.LOST_COPY, 2, None),
         (Fault.QUEUE_ABORT, 2, None),
         (Fault.ODD_REPLY, 2, None),
+        (Fault.LOCKED, 2, None),
         (Fault.DRIP, 2, None),
         (Fault.CLOSE, 1, None),
         (Fault.OTHER_RID, 2, None),
@@ -468,7 +469,9 @@ async def test_trouble_that_is_not_the_prompts_costs_it_no_attempt(
     assert_whole(tmp_path / "out", prompts)
 
 
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.TOO_MANY, Fault.RESET, Fault.ERROR])
+@pytest.mark.parametrize(
+    "fault", [Fault.BUSY, Fault.TOO_MANY, Fault.RESET, Fault.ERROR, Fault.LOCKED, Fault.QUEUE_ABORT]
+)
 async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it(
     tmp_path: Path,
     dump_root: Path,
