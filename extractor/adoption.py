@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from extractor.collect import DumpFile, DumpPiece, DumpWatcher, Rank
 from extractor.config import Layout
-from extractor.plan import ordinal_of
+from extractor.plan import ordinal_of, rid_prefix
 from extractor.verify import check_header
 from manifest.correlate import Piece, Tiling, tile
 from server_patch.dump_format import Ready
@@ -36,7 +36,7 @@ def find_adoptable(
         if Layout.of(rank.ready) != layout or not is_fit(rank.ready):
             continue
         with suppress(FileNotFoundError):  # somebody else removes the directory of a dead server
-            for _, arrival in DumpWatcher([rank]).poll():
+            for _, arrival in DumpWatcher([rank], rid_prefix=rid_prefix(run_id)).poll():
                 if not isinstance(arrival, DumpFile):
                     continue
                 header = arrival.dump.header

@@ -8,20 +8,36 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import aiohttp
 import orjson
 
 from extractor.errors import PluginError, ServerUnreachable, UsageError
 from extractor.plan import Request
+from extractor.refusals import abort_failure, http_failure
 from extractor.retry import Failure
+from extractor.tables import amount
 from extractor.verify import ReplyFacts
+from extractor.wire import (
+    Document,
+    FieldError,
+    array,
+    integer,
+    mapping,
+    object_of,
+    optional,
+    text,
+)
 from manifest.states import Reason
 
 API_KEY_VARIABLE = "EXTRACTOR_API_KEY"
 #: A reply to one token is a few hundred bytes; more means the server sends states as JSON.
 MAX_REPLY_BYTES = 1 << 20
+#: /server_info is some 20 KiB, and more with many data-parallel ranks.
+MAX_INFO_BYTES = 16 << 20
+#: The least that a server can say of its longest prompt: one token, and one to generate.
+MIN_CONTEXT_TOKENS = 2
 #: Below SGLang's own 5 s, so that we never send on a connection it is about to close.
 KEEP_ALIVE_S = 3.0
 CONNECT_TIMEOUT_S = 10.0
@@ -84,9 +100,11 @@ class Client:
                 limit=self._concurrency + 4,
                 keepalive_timeout=KEEP_ALIVE_S,
             ),
-            # No total: it would count the wait for the server's queue as if it were silence.
+            # A total: a server that sends a byte now and then would hold the request for ever. To
+            # connect takes less, so that it is known of a request whether it was sent.
             timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=self._request_timeout_s
+                total=self._request_timeout_s,
+                sock_connect=min(CONNECT_TIMEOUT_S, self._request_timeout_s / 2),
             ),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -110,22 +128,33 @@ class Client:
         """
         try:
             async with self._http.post(f"{self.url}/generate", data=request.to_json()) as response:
-                data = await _bounded(response)
+                data, is_whole = await _bounded(response, MAX_REPLY_BYTES)
                 if response.status != 200:
-                    return _http_failure(response.status, data)
+                    return http_failure(response.status, _message(data))
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             # A server that took the prompt and is silent may choke on it; that counts. One that
             # could not be reached says nothing of the prompt.
-            is_silent = isinstance(error, TimeoutError)
             is_unreached = isinstance(error, aiohttp.ConnectionTimeoutError)
+            is_silent = isinstance(error, TimeoutError) and not is_unreached
             return Failure(
                 reason=Reason.SERVER_ERROR,
-                detail=transport_problem(error),
-                is_transport=is_unreached or not is_silent,
+                detail=f"no whole answer in {self._request_timeout_s:g} s (--request-timeout)"
+                if is_silent
+                else transport_problem(error),
+                is_transport=not is_silent,
                 is_unsent=isinstance(error, aiohttp.ClientConnectorError) or is_unreached,
                 is_unanswered=True,
             )
-        return _reply_facts(data, rid=request.rid)
+        if not is_whole:
+            return Failure(
+                reason=Reason.SERVER_ERROR,
+                detail=f"the answer has more than {amount(MAX_REPLY_BYTES)}, where SGLang's has a "
+                "few hundred bytes: does something add states or log-probabilities to it?",
+            )
+        try:
+            return _reply(object_of(data), rid=request.rid)
+        except FieldError as error:
+            return Failure(reason=Reason.SERVER_ERROR, detail=f"not an answer of SGLang: {error}")
 
     async def abort(self, rid: str) -> None:
         """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
@@ -144,18 +173,23 @@ class Client:
         model = await self._get("/model_info")
         info = await self._get("/server_info")
         try:
+            model_path = text(model, "model_path")
             return ServerFacts(
-                model_path=str(model["model_path"]),
-                tokenizer_path=str(model.get("tokenizer_path") or model["model_path"]),
-                context_length=_optional_int(info.get("context_length")),
-                max_input_tokens=_optional_int(info.get("max_req_input_len")),
+                model_path=model_path,
+                tokenizer_path=optional(text, model, "tokenizer_path") or model_path,
+                context_length=optional(
+                    integer, info, "context_length", minimum=MIN_CONTEXT_TOKENS
+                ),
+                max_input_tokens=optional(
+                    integer, info, "max_req_input_len", minimum=MIN_CONTEXT_TOKENS
+                ),
                 max_requests=_max_requests(info),
-                weight_version=_optional_text(model.get("weight_version")),
-                version=str(info.get("version", "unknown")),
+                weight_version=optional(text, model, "weight_version"),
+                version=optional(text, info, "version") or "unknown",
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except FieldError as error:
             raise PluginError(
-                f"{self.url} answers, but not like SGLang 0.5.11 or newer ({error!r})"
+                f"{self.url} answers, but not like SGLang 0.5.11 or newer: {error}"
             ) from error
 
     async def is_answering(self) -> bool:
@@ -197,12 +231,12 @@ class Client:
                 status = response.status
         return status, loop.time() - asked_at
 
-    async def _get(self, path: str, *, timeout_s: float = INFO_TIMEOUT_S) -> dict[str, Any]:
+    async def _get(self, path: str, *, timeout_s: float = INFO_TIMEOUT_S) -> Document:
         try:
             async with self._http.get(
                 f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=timeout_s)
             ) as response:
-                data = await response.read()
+                data, is_whole = await _bounded(response, MAX_INFO_BYTES)
                 if response.status in (401, 403):
                     raise PluginError(
                         f"{self.url}{path} answers {response.status}: it wants "
@@ -222,10 +256,15 @@ class Client:
             raise ServerUnreachable(f"{self.url}: {transport_problem(error)}") from error
         except ValueError as error:
             raise ServerUnreachable(f"{self.url} is no address of a server: {error}") from error
-        document = _object(data)
-        if document is None:
-            raise PluginError(f"{self.url}{path} does not answer with a JSON object")
-        return document
+        if not is_whole:
+            raise PluginError(
+                f"{self.url}{path} answers with more than {amount(MAX_INFO_BYTES)}: "
+                "not a SGLang server?"
+            )
+        try:
+            return object_of(data)
+        except FieldError as error:
+            raise PluginError(f"{self.url}{path}: {error}. Not a SGLang server?") from error
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -261,67 +300,66 @@ async def wait_until_answering(
     return True
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    data = await response.content.read(MAX_REPLY_BYTES + 1)
-    while data and not response.content.at_eof() and len(data) <= MAX_REPLY_BYTES:
-        data += await response.content.read(MAX_REPLY_BYTES + 1 - len(data))
-    if len(data) > MAX_REPLY_BYTES:
-        response.close()
-        raise aiohttp.ClientPayloadError(f"the answer exceeds {MAX_REPLY_BYTES} bytes")
-    return data
+async def _bounded(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, bool]:
+    """The body, up to `most` bytes of it, and whether that is all."""
+    data = bytearray()
+    while len(data) <= most and (block := await response.content.read(most + 1 - len(data))):
+        data += block
+    if len(data) <= most:
+        return bytes(data), True
+    response.close()
+    del data[most:]
+    return bytes(data), False
 
 
-def _http_failure(status: int, data: bytes) -> Failure:
-    detail = f"HTTP {status}: {_message(data)}"
-    if status in (429, 503):
-        return Failure(reason=Reason.SERVER_ERROR, detail=detail, is_busy=True)
-    if 400 <= status < 500:
-        return Failure(reason=Reason.REJECTED, detail=detail, is_permanent=True)
-    return Failure(reason=Reason.SERVER_ERROR, detail=detail)
-
-
-def _reply_facts(data: bytes, *, rid: str) -> ReplyFacts | Failure:
-    document = _object(data)
-    try:
-        assert document is not None
-        meta = document["meta_info"]
-        if meta.get("id", rid) != rid:
-            return Failure(
-                reason=Reason.SERVER_ERROR, detail=f"the answer is to request {meta['id']!r:.80}"
-            )
-        finish = meta.get("finish_reason") or {}
-        return ReplyFacts(
-            prompt_tokens=int(meta["prompt_tokens"]),
-            cached_tokens=int(meta.get("cached_tokens") or 0),
-            finish_type=finish.get("type"),
-            finish_message=str(finish.get("message", ""))[:200],
-            weight_version=_optional_text(meta.get("weight_version")),
+def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
+    """Raises FieldError."""
+    answered = optional(text, document, "meta_info.id")
+    if answered not in (None, rid):
+        return Failure(
+            reason=Reason.SERVER_ERROR, detail=f"the answer is to request {answered!r:.80}"
         )
-    except (AssertionError, KeyError, TypeError, ValueError, AttributeError):
-        return Failure(reason=Reason.SERVER_ERROR, detail="the answer is not SGLang's")
+    if optional(mapping, document, "meta_info.finish_reason") is not None:
+        if text(document, "meta_info.finish_reason.type") == "abort":
+            # What was never begun has no figures.
+            message = optional(text, document, "meta_info.finish_reason.message")
+            return abort_failure(
+                optional(
+                    integer,
+                    document,
+                    "meta_info.finish_reason.status_code",
+                    minimum=100,
+                    maximum=599,
+                ),
+                _shortened(message or "no reason given"),
+            )
+    return ReplyFacts(
+        prompt_tokens=integer(document, "meta_info.prompt_tokens", minimum=0),
+        cached_tokens=optional(integer, document, "meta_info.cached_tokens", minimum=0) or 0,
+        weight_version=optional(text, document, "meta_info.weight_version"),
+    )
 
 
 def _message(data: bytes) -> str:
     """The server's own words, shortened; it never repeats a prompt's text (ids were sent)."""
-    document = _object(data)
-    error: object = data.decode(errors="replace")
-    if document is not None:
-        error = document.get("error") or document.get("message") or document
-        if isinstance(error, dict):
-            error = error.get("message", error)
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def _object(data: bytes) -> dict[str, Any] | None:
     try:
-        document = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    return document if isinstance(document, dict) else None
+        document = object_of(data)
+    except FieldError:
+        return _shortened(data.decode(errors="replace"))
+    error: object = (
+        document.get("error") or document.get("message") or document.get("detail") or document
+    )
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return _shortened(str(error))
 
 
-def _max_requests(info: Mapping[str, Any]) -> int | None:
+def _shortened(words: str) -> str:
+    line = " ".join(words.split())
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def _max_requests(info: Document) -> int | None:
     """Requests that are not refused and not idle: each scheduler runs some and queues others.
 
     >>> _max_requests({"internal_states": [{"effective_max_running_requests_per_dp": 48}]})
@@ -330,23 +368,14 @@ def _max_requests(info: Mapping[str, Any]) -> int | None:
     20
     >>> _max_requests({})
     """
-    states = info.get("internal_states")
-    states = [state for state in states if isinstance(state, dict)] if states else []
-    running = [
-        _optional_int(state.get("effective_max_running_requests_per_dp")) for state in states
-    ] or [_optional_int(info.get("max_running_requests"))]
-    queued = _optional_int(info.get("max_queued_requests"))
+    name = "internal_states.{}.effective_max_running_requests_per_dp"
+    num_schedulers = len(optional(array, info, "internal_states") or ())
+    paths = [name.format(number) for number in range(num_schedulers)] or ["max_running_requests"]
+    running = [optional(integer, info, path) for path in paths]
+    queued = optional(integer, info, "max_queued_requests", minimum=0)
     if any(number is None or number < 1 for number in running):
         return None
     # Where the queue has no end, as many wait as run: enough for the next batch.
     return sum(
         number + (number if queued is None else queued) for number in running if number is not None
     )
-
-
-def _optional_text(value: object) -> str | None:
-    return None if value is None else str(value)
-
-
-def _optional_int(value: object) -> int | None:
-    return int(value) if isinstance(value, int | float) else None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from extractor.directory_watch import DirectoryWatch
+from extractor.plan import run_of
 from manifest.correlate import Piece
 from server_patch.dump_format import (
     Dump,
@@ -22,6 +27,8 @@ from server_patch.dump_format import (
 
 #: An error record is a few hundred bytes.
 MAX_ERROR_BYTES = 1 << 20
+#: Names of other runs' files that are kept beyond those that are there.
+MAX_STALE_NAMES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,11 @@ class Rank:
 
     directory: Path
     ready: Ready
+    #: Files of other runs, by name -> the run. Their headers are read once, whoever watches: a
+    #: writer uses no name twice.
+    others: dict[str, str | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +79,92 @@ class DumpWatcher:
     A file that is being written has another name, so what is seen is whole.
     """
 
-    def __init__(self, ranks: Sequence[Rank], *, whole_bytes: int = 0) -> None:
-        """`whole_bytes`: dumps of no more are read whole, and kept in memory with their header."""
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        rid_prefix: str = "",
+        whole_bytes: int = 0,
+        is_skipping: bool = False,
+    ) -> None:
+        """`rid_prefix`: files of other rids are not reported. `whole_bytes`: dumps of no more are
+        read whole, and kept in memory with their header. `is_skipping`: what is there now is never
+        opened."""
+        self._rid_prefix = rid_prefix
+        self._run_id = run_of(rid_prefix)
         self._whole_bytes = whole_bytes
         self._ranks = {rank.directory: rank for rank in ranks}
-        self._watch = DirectoryWatch(
-            tuple(self._ranks), is_wanted=lambda name: is_dump_name(name) or is_error_name(name)
-        )
+        self._watch = DirectoryWatch(tuple(self._ranks), is_wanted=_is_wanted)
+        self._unread: deque[tuple[Rank, str]] = deque()
+        if is_skipping:
+            self._watch.skip()
 
-    def poll(self) -> list[tuple[Rank, Arrival]]:
-        """What appeared since the last poll. Raises OSError when a directory is gone."""
-        arrivals = (
-            (self._ranks[directory], _read(directory / name, self._whole_bytes))
+    def poll(self, *, most: int | None = None) -> list[tuple[Rank, Arrival]]:
+        """What appeared since the last poll. `most`: files to open; the newest are, and the others
+        are left for the next poll. Raises OSError when a directory is gone."""
+        news = [
+            (rank, name)
             for directory, name in self._watch.poll()
-        )
-        return [(rank, arrival) for rank, arrival in arrivals if arrival is not None]
+            if self._may_be_ours(rank := self._ranks[directory], name)
+        ]
+        self._unread.extendleft(reversed(news))
+        self._forget_removed()
+        arrivals: list[tuple[Rank, Arrival]] = []
+        for _ in range(len(self._unread) if most is None else min(most, len(self._unread))):
+            rank, name = self._unread.popleft()
+            arrival = _read(rank.directory / name, self._whole_bytes)
+            if arrival is not None and self._is_ours(rank, name, arrival):
+                arrivals.append((rank, arrival))
+        return arrivals
+
+    def report_again(self) -> None:
+        """Report everything once more, but for what was skipped; from now on headers alone."""
+        self._whole_bytes = 0
+        self._unread.clear()
+        self._watch.report_again()
 
     async def wait(self) -> None:
         """Return when there may be something to poll."""
-        await self._watch.wait()
+        if self._unread:
+            await asyncio.sleep(0)
+        else:
+            await self._watch.wait()
+
+    def _may_be_ours(self, rank: Rank, name: str) -> bool:
+        return self._run_id is None or rank.others.get(name, self._run_id) == self._run_id
+
+    def _is_ours(self, rank: Rank, name: str, arrival: Arrival) -> bool:
+        match arrival:
+            case DumpFile(dump=dump):
+                rid = dump.header.rid
+            case ErrorFile(record=record):
+                rid = record.rid
+            case BrokenFile():
+                return True  # whose it is cannot be read
+        if self._run_id is not None and (run_id := run_of(rid)) != self._run_id:
+            rank.others[name] = run_id and sys.intern(run_id)
+        return rid.startswith(self._rid_prefix)
+
+    def _forget_removed(self) -> None:
+        """Keep no names of others' files that their owners removed."""
+        for directory, rank in self._ranks.items():
+            if len(rank.others) > self._watch.num_reported(directory) + MAX_STALE_NAMES:
+                for name in [*rank.others]:
+                    if not self._watch.is_reported(directory, name):
+                        del rank.others[name]
+
+
+def disown(ranks: Sequence[Rank]) -> None:
+    """Take every file that is there now for another run's, without opening it: for a run that has
+    sent nothing yet."""
+    known = {rank.directory: rank for rank in ranks}
+    with suppress(FileNotFoundError):  # somebody else removes the directory of a dead server
+        for directory, name in DirectoryWatch(tuple(known), is_wanted=_is_wanted).poll():
+            known[directory].others[name] = None
+
+
+def _is_wanted(name: str) -> bool:
+    return is_dump_name(name) or is_error_name(name)
 
 
 def _read(path: Path, whole_bytes: int) -> Arrival | None:

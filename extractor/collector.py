@@ -28,6 +28,8 @@ from server_patch.dump_format import TEMPORARY_PREFIX, DumpHeader, Ready
 #: So small a dump is read with its header: opening it a second time would cost more than its bytes,
 #: of which no more are kept than of the prompts under way.
 WHOLE_BYTES = 64 << 10
+#: Files that are opened without a pause for what else goes on.
+READS_AT_ONCE = 256
 #: At the end, dumps of requests that were given up get so long to come and be removed.
 LATE_DUMPS_S = 2.0
 
@@ -38,10 +40,14 @@ class Collector:
     """Files of rids that begin with `rid_prefix` are ours: they end with a waiting request or are
     removed. All others belong to other runs and are left alone."""
 
-    def __init__(self, ranks: Sequence[Rank], *, rid_prefix: str) -> None:
+    def __init__(
+        self, ranks: Sequence[Rank], *, rid_prefix: str, is_skipping: bool = False
+    ) -> None:
+        """`is_skipping`: nothing that is there now can be ours."""
         self._ranks = tuple(ranks)
-        self._watcher = DumpWatcher(ranks, whole_bytes=WHOLE_BYTES)
-        self._rid_prefix = rid_prefix
+        self._watcher = DumpWatcher(
+            ranks, rid_prefix=rid_prefix, whole_bytes=WHOLE_BYTES, is_skipping=is_skipping
+        )
         self._correlator = Correlator[DumpFile]()
         self._waiting: dict[str, asyncio.Future[Collected]] = {}
         self.num_orphans = 0  # late or duplicate dumps of ours that nobody waits for any more
@@ -78,17 +84,17 @@ class Collector:
     async def run(self) -> None:
         """Watch until cancelled. Raises as `poll`."""
         while True:
-            self.poll()
+            self.poll(most=READS_AT_ONCE)
             await self._watcher.wait()
 
-    def poll(self) -> None:
-        """Take in what arrived since the last look.
+    def poll(self, *, most: int | None = None) -> None:
+        """Take in what arrived since the last look: all of it, or `most` files.
 
         Raises PluginError when a dump directory is gone, ConfigMismatch when a request that is
         waited for ran on other weights than those announced.
         """
         try:
-            arrivals = self._watcher.poll()
+            arrivals = self._watcher.poll(most=most)
         except FileNotFoundError as error:
             raise PluginError(
                 f"the dump directory {error.filename} is gone; "
@@ -99,7 +105,7 @@ class Collector:
 
     def sweep(self) -> None:
         """Remove every file of ours, whoever waits for it: for the end of a run."""
-        self._watcher = DumpWatcher(self._ranks)
+        self._watcher.report_again()
         for rid, collected in list(self._waiting.items()):
             self.drop(rid, collected)
         self.poll()
@@ -122,12 +128,9 @@ class Collector:
             case DumpFile():
                 self._take_dump(rank, arrival)
             case ErrorFile(path=path, record=record):
-                if record.rid.startswith(self._rid_prefix):
-                    unlink_all([path])
-                    self.abandoned.discard(record.rid)
-                    self._settle(
-                        record.rid, Failure(reason=Reason.DUMP_FAILED, detail=record.reason)
-                    )
+                unlink_all([path])
+                self.abandoned.discard(record.rid)
+                self._settle(record.rid, Failure(reason=Reason.DUMP_FAILED, detail=record.reason))
             case BrokenFile(path=path):
                 # Whose it is cannot be read. Its request, ours or another's, will miss it and
                 # try again; the file itself is of no use to anybody.
@@ -136,8 +139,6 @@ class Collector:
 
     def _take_dump(self, rank: Rank, file: DumpFile) -> None:
         header = file.dump.header
-        if not header.rid.startswith(self._rid_prefix):
-            return
         piece = Piece(start=header.start, rows=header.rows, handle=file)
         match self._correlator.add(header.rid, piece):
             case Match.ORPHAN:
@@ -190,9 +191,13 @@ def _weights_changed(header: DumpHeader, ready: Ready) -> str:
     )
 
 
-def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str) -> None:
-    """Remove the dumps with such rids that servers which have died since left under `root`."""
-    dead = scan_writers(root).dead
+def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str, known: Sequence[Rank] = ()) -> None:
+    """Remove the dumps with such rids that servers which have died since left under `root`.
+
+    `known`: ranks whose files were looked at before.
+    """
+    looked_at = {rank.directory: rank for rank in known}
+    dead = [looked_at.get(rank.directory, rank) for rank in scan_writers(root).dead]
     with suppress(ServerError, FileNotFoundError):  # somebody else may be removing the directory
         Collector(dead, rid_prefix=rid_prefix).sweep()
         remove_unfinished(dead)

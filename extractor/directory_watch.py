@@ -21,6 +21,10 @@ from inotify_simple import INotify, flags
 
 #: Between two listings.
 LISTING_INTERVAL_S = 1.0
+#: A listing that takes longer (some 10,000 files) is made less often, in proportion.
+LISTING_COST_S = 0.02
+#: Where the kernel tells nothing: pauses between listings, in multiples of what a listing takes.
+LISTING_PAUSES = 4
 #: Between two looks while something arrives: a look costs as much as reading several headers.
 BUSY_INTERVAL_S = 0.005
 #: The same while nothing does, where the kernel tells nothing.
@@ -38,7 +42,9 @@ class DirectoryWatch:
         self._directories = tuple(directories)
         self._is_wanted = is_wanted
         self._reported: dict[Path, set[str]] = {path: set() for path in directories}
+        self._skipped: dict[Path, frozenset[str]] = {path: frozenset() for path in directories}
         self._listed_at = -float("inf")
+        self._listing_s = 0.0  # the last listing took
         self._found_any = False
         self._watched: dict[int, Path] = {}
         self._notify: INotify | None = None
@@ -60,7 +66,8 @@ class DirectoryWatch:
         """
         found: dict[Path, set[str]] = {path: set() for path in self._directories}
         # Listed first: what moves in meanwhile is told, and then known twice, not never.
-        if not self._is_told or time.monotonic() - self._listed_at >= LISTING_INTERVAL_S:
+        interval_s = LISTING_INTERVAL_S * max(1.0, self._listing_s / LISTING_COST_S)
+        if not self._is_told or time.monotonic() - self._listed_at >= interval_s:
             self._list(found)
         if not self._take_told(found):
             self._list(found)
@@ -74,10 +81,30 @@ class DirectoryWatch:
         self._found_any = bool(news)
         return news
 
+    def skip(self) -> None:
+        """Never report what is there now."""
+        with suppress(FileNotFoundError):  # the next poll misses it too
+            self.poll()
+        self._skipped = {path: frozenset(names) for path, names in self._reported.items()}
+
+    def report_again(self) -> None:
+        """Report everything that is there once more, but for what was skipped."""
+        self._reported = {path: set(names) for path, names in self._skipped.items()}
+        self._listed_at = -float("inf")
+
+    def is_reported(self, directory: Path, name: str) -> bool:
+        """Whether `name` was reported and, at the last listing, was there."""
+        return name in self._reported[directory]
+
+    def num_reported(self, directory: Path) -> int:
+        """The number of such names."""
+        return len(self._reported[directory])
+
     async def wait(self) -> None:
         """Return when there may be something to poll."""
         if not self._is_told:
-            await asyncio.sleep(BUSY_INTERVAL_S if self._found_any else IDLE_INTERVAL_S)
+            pause_s = BUSY_INTERVAL_S if self._found_any else IDLE_INTERVAL_S
+            await asyncio.sleep(max(pause_s, LISTING_PAUSES * self._listing_s))
             return
         assert self._notify is not None
         loop = asyncio.get_running_loop()
@@ -92,6 +119,7 @@ class DirectoryWatch:
         await asyncio.sleep(BUSY_INTERVAL_S)  # what comes together is taken together
 
     def _list(self, found: dict[Path, set[str]]) -> None:
+        began_at = time.monotonic()
         for path in self._directories:
             with os.scandir(path) as entries:
                 names = {
@@ -103,6 +131,7 @@ class DirectoryWatch:
             # A vanished name need not be remembered: a writer uses none twice.
             self._reported[path] &= names
         self._listed_at = time.monotonic()
+        self._listing_s = self._listed_at - began_at
 
     def _take_told(self, found: dict[Path, set[str]]) -> bool:
         """Add what the kernel told; whether it told everything."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 import time
 from collections import deque
@@ -226,6 +227,8 @@ async def _measured(
     clients: Sequence[Client], prompts: Sequence[Prompt], concurrency: int
 ) -> Speed | None:
     """The servers' prefill speed, from as many of the prompts as they take in `PROBE_S`."""
+    # Several dry runs may ask one server at the same time, which takes no rid twice.
+    rid = f"{PROBE_RID}-{secrets.token_hex(4)}"
     waiting = deque(enumerate(prompts))
     num_tokens = num_prompts = 0
     started = time.monotonic()
@@ -234,13 +237,13 @@ async def _measured(
         nonlocal num_tokens, num_prompts
         while waiting and time.monotonic() - started < PROBE_S:
             number, prompt = waiting.popleft()
-            reply = await client.generate(Request(rid=f"{PROBE_RID}-{number}", prompt=prompt))
+            reply = await client.generate(Request(rid=f"{rid}-{number}", prompt=prompt))
             if not isinstance(reply, Failure):
                 num_tokens += prompt.num_tokens
                 num_prompts += 1
 
     for client in clients:
-        await client.generate(Request(rid=f"{PROBE_RID}-warm-up", prompt=prompts[0]))
+        await client.generate(Request(rid=f"{rid}-warm-up", prompt=prompts[0]))
     started = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(concurrency, len(prompts))):

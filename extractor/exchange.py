@@ -86,7 +86,7 @@ class Exchange:
             run_id=run_id,
             limiter=limiter,
             turns=turns,
-            abandoned=self.collector.abandoned,
+            collector=self.collector,
             say=say,
         )
 
@@ -143,7 +143,8 @@ class Exchange:
         collected = self.collector.expect(rid, num_tokens=prompt.num_tokens)
         is_due = is_taken = False
         try:
-            reply_failure = await self._send(Request(rid=rid, prompt=prompt), attempt, turn)
+            request = Request(rid=rid, prompt=prompt)
+            reply_failure = await self._send(request, attempt, turn, patience, collected)
             if reply_failure is not None:
                 # A dump may have come nevertheless: it goes before its room is given back.
                 with suppress(ServerError):  # which ends `run`
@@ -200,7 +201,7 @@ class Exchange:
         return False
 
     @staticmethod
-    def _is_settled(reply: ReplyFacts | Failure, *, was_unanswered: bool) -> bool:
+    def _is_settled(reply: ReplyFacts | Failure | None, *, was_unanswered: bool) -> bool:
         """Whether the server can have nothing of this prompt under way."""
         if not isinstance(reply, Failure) or not reply.is_unanswered:
             return True
@@ -210,7 +211,14 @@ class Exchange:
         """The prompt is given up."""
         self._unanswered.pop(ordinal, None)
 
-    async def _send(self, request: Request, attempt: int, turn: Turn) -> Failure | None:
+    async def _send(
+        self,
+        request: Request,
+        attempt: int,
+        turn: Turn,
+        patience: asyncio.Timeout,
+        collected: asyncio.Future[Collected],
+    ) -> Failure | None:
         """One request; None when the server prefilled all of it."""
         ordinal = request.prompt.ordinal
         while self._is_full(request.prompt):  # noqa: ASYNC110 - nobody tells of freed space
@@ -221,14 +229,18 @@ class Exchange:
         was_unanswered = ordinal in self._unanswered
         self._unanswered[ordinal] = Unanswered(prompt=request.prompt, attempts=attempt)
         sent_at = asyncio.get_running_loop().time()
-        reply = await self._client.generate(request)
+        reply: ReplyFacts | Failure | None = await self._client.generate(request)
+        if isinstance(reply, Failure) and reply.is_copy:
+            self._under_way[patience] = collected
+            reply = await self._dump_of_copy(reply, collected)
         self.rids.discard(request.rid)
         if self._is_settled(reply, was_unanswered=was_unanswered):
             self.forget(ordinal)
         if not isinstance(reply, Failure):
             self._counters.stages[Stage.REQUEST].add(asyncio.get_running_loop().time() - sent_at)
+        if isinstance(reply, ReplyFacts):
             self._require_weight_version(reply)
-            reply = check_reply(reply, num_tokens=request.prompt.num_tokens) or reply
+            reply = check_reply(reply, num_tokens=request.prompt.num_tokens)
         self.watch.note(reply, sent_at=sent_at, num_tokens=request.prompt.num_tokens)
         if turn.is_alone and ordinal in self._unanswered:
             # If it killed the server, nothing else may be under way when that is found out.
@@ -236,7 +248,7 @@ class Exchange:
                 async with asyncio.timeout(DEATH_SHOWS_S):
                     await self.has_ended.wait()
         turn.release()
-        if not isinstance(reply, Failure):
+        if reply is None:
             return None
         if reply.is_unanswered and not reply.is_unsent:
             self.collector.abandoned.add(request.rid)
@@ -257,6 +269,24 @@ class Exchange:
                 f"began, now {reply.weight_version!r}. No row of the new weights was stored. Load "
                 "the old weights again and run the same command, or use another --out."
             )
+
+    async def _dump_of_copy(
+        self, failure: Failure, collected: asyncio.Future[Collected]
+    ) -> Failure | None:
+        """Wait for the dump of a request whose first copy is at work; None once it is there.
+
+        The reply went to whoever sent that copy. The dump proves the same: its rows tile the
+        prompt, and are of its tokens.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._dump_timeout_s):
+                await asyncio.shield(collected)
+            return None
+        return replace(
+            failure,
+            detail=f"{failure.detail}; no dump of the copy that is at work arrived in "
+            f"{self._dump_timeout_s:g} s",
+        )
 
     def end(self) -> Sequence[Unanswered]:
         """The server is lost: break off what is under way. The prompts that it had not answered."""

@@ -180,7 +180,7 @@ async def require_probe(
         else np.array(canary_ids, dtype=np.int32),
     )
     # Of the probe alone: what earlier sessions left is not the probe's to remove.
-    collector = Collector(target.ranks, rid_prefix=request.rid)
+    collector = Collector(target.ranks, rid_prefix=request.rid, is_skipping=True)
     try:
         return await _probe(client, target, collector, request)
     finally:
@@ -213,6 +213,7 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
     num_tokens = request.prompt.num_tokens
     collected = collector.expect(request.rid, num_tokens=num_tokens)
     refused = ""
+    said = None
     watching = asyncio.create_task(collector.run(), name="probe-collector")
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -223,11 +224,15 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
                 await asyncio.sleep(BUSY_PAUSE_S)
                 reply = await client.generate(request)
             refused = ""
-            if isinstance(reply, Failure):
+            said = "answered the probe prompt"
+            if isinstance(reply, Failure) and reply.is_copy:
+                # The answer went to whoever sent the first copy; its dump proves as much.
+                said = f"has a copy of the probe prompt at work ({reply.detail})"
+            elif isinstance(reply, Failure):
                 if not reply.is_unanswered:
                     collector.abandoned.discard(request.rid)
                 raise PluginError(f"the probe prompt failed: {reply.detail}")
-            if (failure := check_reply(reply, num_tokens=num_tokens)) is not None:
+            elif (failure := check_reply(reply, num_tokens=num_tokens)) is not None:
                 raise PluginError(f"the probe prompt failed: {failure.detail}")
             either: set[asyncio.Future[Any]] = {collected, watching}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -241,9 +246,14 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
                 f"the server at {client.url} refused the probe prompt for {PROBE_TIMEOUT_S:.0f} s "
                 f"(last: {refused}). Run the same command again when it has room."
             ) from None
+        if said is None:
+            raise ServerLost(
+                f"the server at {client.url} did not answer the probe prompt in "
+                f"{PROBE_TIMEOUT_S:.0f} s. See its log; the same command goes on."
+            ) from None
         raise PluginError(
-            f"the server at {client.url} answered the probe prompt, but no dump of it arrived "
-            f"under {target.ranks[0].directory} in {PROBE_TIMEOUT_S:.0f} s. {_suspicion(target)}"
+            f"the server at {client.url} {said}, but no dump of it arrived under "
+            f" {target.ranks[0].directory} in {PROBE_TIMEOUT_S:.0f} s. {_suspicion(target)}"
         ) from None
     finally:
         watching.cancel()

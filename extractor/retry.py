@@ -26,6 +26,7 @@ class Failure:
     is_transport: bool = False  # the connection failed: the server may be gone
     is_unsent: bool = False  # the server was not even reached
     is_unanswered: bool = False  # it had the request, or may have had it, and said nothing
+    is_copy: bool = False  # an earlier copy of the request is at work, and its dump may come
     others_served: bool = False  # meanwhile, by the same server
 
     @property
@@ -36,7 +37,7 @@ class Failure:
     @property
     def is_not_counted(self) -> bool:
         """Whether it says nothing against the prompt, so that it costs none of its attempts."""
-        return self.is_busy or self.is_transport
+        return self.is_busy or self.is_transport or self.is_copy
 
     @property
     def is_telling(self) -> bool:

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from extractor.breaker import Breaker
 from extractor.client import Client
+from extractor.collector import Collected, Collector
 from extractor.concurrency import Limiter
 from extractor.errors import ServerGone, ServerLost, SpaceError
 from extractor.preflight import PROBE_TIMEOUT_S, PROBE_TOKENS, Target, probe_ids, probe_request
@@ -44,11 +45,10 @@ class ServerWatch:
         run_id: str,
         limiter: Limiter,
         turns: Turns,
-        abandoned: set[str],
+        collector: Collector,
         say: Say,
     ) -> None:
-        """abandoned: the collector's, of rids whose dumps nobody waits for. say: tells a person
-        what the run waits for."""
+        """say: tells a person what the run waits for."""
         self._say = say
         self._client = client
         self._target = target
@@ -61,7 +61,7 @@ class ServerWatch:
         self.limiter = limiter
         self.gate = Gate(limit=limiter.limit)
         self._turns = turns
-        self._abandoned = abandoned
+        self._collector = collector
         self._has_opened = asyncio.Event()  # the circuit: no prompt may be sent
         self._found_gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._draining_since: float | None = None  # it is being stopped, and said so
@@ -92,29 +92,30 @@ class ServerWatch:
         return True
 
     def note(
-        self, outcome: ReplyFacts | Failure, *, sent_at: float, num_tokens: int | None = None
+        self, failure: Failure | None, *, sent_at: float, num_tokens: int | None = None
     ) -> None:
         """Learn from how a request ended; `sent_at` in the loop's time.
 
-        num_tokens: of the prompt; None for a probe, which tells nothing of the speed.
+        failure: None where it was served. num_tokens: of the prompt; None for a probe, which says
+        nothing about the speed.
         """
         now = asyncio.get_running_loop().time()
         was_open = self._breaker.is_open
-        if not isinstance(outcome, Failure):
+        if failure is None:
             self._breaker.served()
             self.num_served += 1
         else:
-            if outcome.is_busy:
+            if failure.is_busy:
                 self._breaker.refused(now=now)
                 self.limiter.refused(now=now, sent_at=sent_at)
-            elif outcome.is_unserved:
-                self._breaker.unserved(now=now, is_gone=outcome.is_transport)
+            elif failure.is_unserved:
+                self._breaker.unserved(now=now, is_gone=failure.is_transport)
             else:
                 self._breaker.served()  # it refused this prompt, as is its business
-            self._last_trouble = outcome.detail
+            self._last_trouble = failure.detail
         if was_open and not self._breaker.is_open:
             self.limiter.restart(now=now)
-        elif num_tokens is not None and not isinstance(outcome, Failure):
+        elif num_tokens is not None and failure is None:
             self.limiter.served(now=now, num_tokens=num_tokens, in_flight=self.gate.num_in_flight)
         self._set_gate()
 
@@ -236,19 +237,27 @@ class ServerWatch:
         loop = asyncio.get_running_loop()
         request = probe_request(self._run_id, probe_ids(vocab_size=self._target.limits.vocab_size))
         sent_at = loop.time()
-        self._abandoned.add(request.rid)
+        abandoned = self._collector.abandoned
+        abandoned.add(request.rid)
+        collected = self._collector.expect(request.rid, num_tokens=PROBE_TOKENS)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                reply = await self._client.generate(request)
+                reply: ReplyFacts | Collected = await self._client.generate(request)
+                if isinstance(reply, Failure) and reply.is_copy:
+                    reply = await collected  # the answer went to whoever sent the first copy
         except TimeoutError:
             await self._client.abort(request.rid)
             detail = f"no answer to a probe in {PROBE_TIMEOUT_S:.0f} s"
             self._breaker.unserved(now=loop.time())
             self._last_trouble = detail
             return
-        if not isinstance(reply, Failure):
+        finally:
+            if collected.done():
+                abandoned.discard(request.rid)
+            self._collector.drop(request.rid, collected)
+        failure = reply if isinstance(reply, Failure) else None
+        if isinstance(reply, ReplyFacts):
             failure = check_reply(reply, num_tokens=PROBE_TOKENS)
-            reply = reply if failure is None else failure
-        elif reply.is_unsent or not reply.is_unanswered:
-            self._abandoned.discard(request.rid)  # no dump will come
-        self.note(reply, sent_at=sent_at)
+        elif failure is not None and (failure.is_unsent or not failure.is_unanswered):
+            abandoned.discard(request.rid)  # no dump will come
+        self.note(failure, sent_at=sent_at)

@@ -15,7 +15,7 @@ from extractor.admission import Admission, Room
 from extractor.adoption import Adoptable, find_adoptable, whole
 from extractor.attempts import Attempts
 from extractor.budget import Budget
-from extractor.collect import DumpPiece
+from extractor.collect import DumpPiece, disown
 from extractor.collector import remove_dumps_of_the_dead
 from extractor.config import Identity, RunOptions
 from extractor.errors import Interrupted
@@ -168,6 +168,8 @@ class Session:
         """Store what an earlier session asked for and did not live to store; remove the rest."""
         root, run_id = self._options.dump_root, self._state.run_id
         ranks = [*self._fleet.ranks, *scan_writers(root).dead]
+        if self._state.is_new:
+            await asyncio.to_thread(disown, ranks)
         adoptable = await asyncio.to_thread(
             find_adoptable,
             ranks,
@@ -181,7 +183,7 @@ class Session:
             await self._adopt_all(files, admission, adoptable)
             num_adopted = self._counters.stored - num_before
             self._reporter.note(f"{num_adopted} prompts had their dumps from an earlier session")
-        remove_dumps_of_the_dead(root, rid_prefix=rid_prefix(run_id))
+        remove_dumps_of_the_dead(root, rid_prefix=rid_prefix(run_id), known=ranks)
 
     async def _adopt_all(
         self, files: Sequence[InputFile], admission: Admission, adoptable: Adoptable

@@ -47,8 +47,15 @@ from server_patch.settings import BOOT_ID
 
 _HASH_STEP = 0x9E3779B1  # 2**32 divided by the golden ratio: spreads neighbours far apart
 
+#: Of every answer, so that requests that are sent together are at work together.
+MIN_DELAY_S = 0.002
+
 #: How long a late answer takes; a test's time-out is shorter.
 LATE_S = 1.0
+#: How long the first copy of a request is at work when its second is refused.
+COPY_S = 0.05
+#: Between two bytes of an answer that drips.
+DRIP_S = 0.02
 
 
 class Fault(StrEnum):
@@ -58,6 +65,12 @@ class Fault(StrEnum):
     TOO_MANY = "too_many"  # answers 429
     ERROR = "error"  # answers 500
     REJECT = "reject"  # answers 400
+    LOCKED = "locked"  # answers 401
+    DUPLICATE = "duplicate"  # answers as if a gateway had sent it before: 400, and a dump to come
+    LOST_COPY = "lost_copy"  # the same, but the first copy ended with its connection: no dump
+    QUEUE_ABORT = "queue_abort"  # answers 200: aborted in the waiting queue
+    ODD_REPLY = "odd_reply"  # answers with a field of another type
+    DRIP = "drip"  # dumps, and answers a byte at a time, for ever
     RESET = "reset"  # closes the connection without an answer
     SILENT = "silent"  # dumps, but never answers
     LATE = "late"  # dumps and answers so late that the client has tried again
@@ -167,6 +180,8 @@ class FakeServer:
         self.peak_concurrency = 0
         self.is_draining = False  # as SGLang after SIGTERM: it serves on, and says so at /health
         self._concurrency = 0
+        self._at_work: set[str] = set()
+        self._copies: set[asyncio.Task[None]] = set()
         self._chunk_tokens = chunk_tokens
         self._delay_s = delay_s
         self._faults = faults
@@ -198,6 +213,8 @@ class FakeServer:
             self._announce(bound)
             yield self
         finally:
+            for copy in self._copies:
+                copy.cancel()
             await self._runner.cleanup()
 
     def _announce(self, port: int) -> None:
@@ -282,13 +299,17 @@ class FakeServer:
         body = orjson.loads(await request.read())
         number, rid = len(self.requests), body["rid"]
         self.requests.append(rid)
+        if rid in self._at_work:
+            return _duplicate(rid)
+        self._at_work.add(rid)
         self._concurrency += 1
         self.peak_concurrency = max(self.peak_concurrency, self._concurrency)
         try:
-            await asyncio.sleep(self._delay_s)
+            await asyncio.sleep(max(self._delay_s, MIN_DELAY_S))
             return await self._answer(request, rid, body["input_ids"], self._faults(number, rid))
         finally:
             self._concurrency -= 1
+            self._at_work.discard(rid)
 
     async def _answer(
         self, request: web.Request, rid: str, ids: list[int], fault: Fault | None
@@ -309,6 +330,19 @@ class FakeServer:
                 return web.json_response({"error": {"message": "boom"}}, status=500)
             case Fault.REJECT:
                 return web.json_response({"error": {"message": "no"}}, status=400)
+            case Fault.LOCKED:
+                return web.json_response({"error": "Unauthorized"}, status=401)
+            case Fault.DUPLICATE:
+                copy = asyncio.create_task(self._dump_later(rid, ids))
+                self._copies.add(copy)
+                copy.add_done_callback(self._copies.discard)
+                return _duplicate(rid)
+            case Fault.LOST_COPY:
+                return _duplicate(rid)
+            case Fault.QUEUE_ABORT:
+                reason = {"type": "abort", "message": "Abort in waiting queue"}
+                meta = {"id": rid, "finish_reason": reason, "completion_tokens": 0}
+                return web.json_response({"text": "", "output_ids": [], "meta_info": meta})
             case Fault.RESET:
                 assert request.transport is not None
                 request.transport.abort()
@@ -317,6 +351,8 @@ class FakeServer:
             self.dump(rid, np.array(ids, dtype=np.int32), fault)
         if fault is Fault.SILENT:
             await asyncio.sleep(3600)
+        if fault is Fault.DRIP:
+            return await _drip(request)
         response = web.json_response(
             {
                 "text": "",
@@ -324,7 +360,9 @@ class FakeServer:
                 "meta_info": {
                     "id": "another" if fault is Fault.OTHER_RID else rid,
                     "finish_reason": {"type": "length", "length": 1},
-                    "prompt_tokens": len(ids) - (fault is Fault.TRUNCATED),
+                    "prompt_tokens": "x"
+                    if fault is Fault.ODD_REPLY
+                    else len(ids) - (fault is Fault.TRUNCATED),
                     "cached_tokens": 1 if fault is Fault.CACHED else 0,
                     "completion_tokens": 1,
                     "weight_version": self.model.weight_version,
@@ -337,6 +375,10 @@ class FakeServer:
             assert request.transport is not None
             request.transport.close()
         return response
+
+    async def _dump_later(self, rid: str, ids: list[int]) -> None:
+        await asyncio.sleep(COPY_S)
+        self.dump(rid, np.array(ids, dtype=np.int32))
 
     # --- dumps -------------------------------------------------------------------------------
 
@@ -411,6 +453,21 @@ class FakeServer:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+
+
+def _duplicate(rid: str) -> web.Response:
+    message = f"Duplicate request ID detected: {rid}"
+    return web.json_response({"error": {"message": message}}, status=400)
+
+
+async def _drip(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    with suppress(ConnectionError):
+        while True:
+            await response.write(b" ")
+            await asyncio.sleep(DRIP_S)
+    return response
 
 
 def _last_kind(layout: Layout) -> LastKind:

@@ -26,17 +26,11 @@ class ReplyFacts:
 
     prompt_tokens: int
     cached_tokens: int
-    finish_type: str | None  # "length", "stop" or "abort"
-    finish_message: str
     weight_version: str | None = None  # the engine's label of the weights that it ran on
 
 
 def check_reply(facts: ReplyFacts, *, num_tokens: int) -> Failure | None:
     """Whether the server prefilled the whole prompt, computing every row."""
-    if facts.finish_type == "abort":
-        return Failure(
-            reason=Reason.SERVER_ERROR, detail=f"aborted by the server: {facts.finish_message}"
-        )
     if facts.prompt_tokens != num_tokens:
         return Failure(
             reason=Reason.TRUNCATED,

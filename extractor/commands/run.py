@@ -103,7 +103,9 @@ from extractor.terminal import print_json, run_async
     show_default=True,
     help="Requests for one prompt before it is given up.",
 )
-@seconds_option("--request-timeout", default=600.0, help="From sending a prompt to its answer.")
+@seconds_option(
+    "--request-timeout", default=600.0, help="From sending a prompt to its whole answer."
+)
 @seconds_option(
     "--dump-timeout", default=60.0, help="From the answer to the last piece of the dump."
 )

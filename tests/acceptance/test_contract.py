@@ -120,13 +120,7 @@ async def test_the_probe_arrives_and_leaves_nothing(talk: Talk, server: Server) 
 async def test_every_row_of_a_prompt_arrives_with_its_token(talk: Talk, length: int) -> None:
     ids = ids_of(length)
     reply, pieces = await talk.sample(ids)
-    assert reply == ReplyFacts(
-        prompt_tokens=length,
-        cached_tokens=0,
-        finish_type="length",
-        finish_message="",
-        weight_version="default",
-    )
+    assert reply == ReplyFacts(prompt_tokens=length, cached_tokens=0, weight_version="default")
     assert talk.facts.weight_version == reply.weight_version
     assert sum(piece.rows for piece in pieces) == length
     for piece in pieces:
@@ -156,6 +150,24 @@ async def test_the_longest_prompt_is_taken_whole_and_one_more_token_is_refused(t
     refused = await talk.client.generate(talk.request(ids_of(longest + 10)))
     assert isinstance(refused, Failure)
     assert (refused.reason, refused.is_permanent) == (Reason.REJECTED, True)
+
+
+async def test_a_request_that_is_sent_twice_is_named_and_the_first_copy_is_dumped(
+    talk: Talk,
+) -> None:
+    """As by a gateway that sends a POST again."""
+    ids = ids_of(talk.limits.max_prompt_tokens)
+    request = talk.request(ids)
+    collected = talk.collector.expect(request.rid, num_tokens=len(ids))
+    replies = await asyncio.gather(*(talk.client.generate(request) for _ in range(6)))
+    refused = [reply for reply in replies if isinstance(reply, Failure)]
+    assert refused, replies
+    assert all(reply.is_copy and "Duplicate request ID" in reply.detail for reply in refused)
+    assert ReplyFacts(prompt_tokens=len(ids), cached_tokens=0) in replies
+    async with asyncio.timeout(PATIENCE_S):
+        pieces = await collected
+    assert not isinstance(pieces, Failure)
+    assert sum(piece.rows for piece in pieces) == len(ids)
 
 
 async def test_requests_of_others_are_not_dumped(talk: Talk, server: Server) -> None:

@@ -25,7 +25,8 @@ SHORT_TIMEOUTS = ("--request-timeout", 0.4, "--dump-timeout", 0.4)
 #: What a server may do to a request without the row being lost.
 PASSING = (
     "busy", "too_many", "error", "reset", "silent", "late", "close", "other_rid", "no_dump",
-    "short_dump", "double_dump", "wrong_ids", "nonfinite", "error_record", "torn_dump", "cached",
+    "duplicate", "lost_copy", "queue_abort", "odd_reply", "drip", "short_dump",
+    "double_dump", "wrong_ids", "nonfinite", "error_record", "torn_dump", "cached",
 )  # fmt: skip
 LASTING = {"reject": "rejected", "wrong_boundaries": "wrong_layout", "truncated": "truncated"}
 
@@ -231,7 +232,7 @@ def cases() -> Iterator[Case]:
             )
     for name, reason in LASTING.items():
         yield Case(f"answers:{name}:one-row", partial(one_row_is_refused, name, reason), True)
-    for name in ("busy", "too_many", "error", "reset", "silent"):
+    for name in ("busy", "too_many", "error", "reset", "silent", "lost_copy", "queue_abort"):
         yield Case(f"answers:{name}:for-ever", partial(nothing_is_served, name), name != "silent")
     for ordinal in (0, 5, 11, 23):
         yield Case(f"poison:row:{ordinal}", partial(one_prompt_kills, ordinal), ordinal == 5)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from helpers import dumps_under, make_ready
 
+import extractor.collect
+import extractor.directory_watch
 from extractor.collect import Arrival, BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
 from extractor.collector import Collector
 from extractor.errors import PluginError
@@ -83,6 +85,80 @@ async def test_only_small_files_are_kept_in_memory_with_their_headers(
     assert content_of(small) == small.path.read_bytes()
     assert content_of(large) is None
     assert [content_of(arrival) for _, arrival in DumpWatcher([rank]).poll()] == [None, None]
+
+
+async def test_files_of_other_runs_are_not_reported_and_not_opened_again(
+    server: FakeServer, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.dump("xtr-other-session-0-1", ids(3))
+    server.dump("xtr-other-session-1-1", ids(3), Fault.ERROR_RECORD)
+    server.dump("nobody's", ids(3))
+    server.dump(RID, ids(3))
+    assert len(DumpWatcher([rank], rid_prefix="xtr-run-").poll()) == 1
+    assert sorted(rank.others.values(), key=str) == [None, "other", "other"]
+    monkeypatch.setattr(extractor.collect, "_read", lambda path, whole_bytes: opened.append(path))
+    opened: list[Path] = []
+    DumpWatcher([rank], rid_prefix="xtr-run-").poll()
+    DumpWatcher([rank], rid_prefix=RID).poll()
+    assert [path.name for path in opened] == ["0000000003.safetensors"] * 2
+    opened.clear()
+    DumpWatcher([rank], rid_prefix="xtr-other-").poll()  # whose they are, it is asked again
+    assert [path.name for path in opened] == [
+        "0000000000.safetensors", "0000000001.error.json", "0000000003.safetensors",
+    ]  # fmt: skip
+
+
+async def test_names_of_removed_files_of_other_runs_are_forgotten(
+    server: FakeServer, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.collect, "MAX_STALE_NAMES", 2)
+    monkeypatch.setattr(extractor.directory_watch, "LISTING_INTERVAL_S", 0.0)
+    watcher = DumpWatcher([rank], rid_prefix="xtr-run-")
+    for number in range(5):
+        server.dump(f"xtr-other-session-{number}-1", ids(3))
+    assert watcher.poll() == []
+    assert len(rank.others) == 5
+    for path in dump_paths(server)[:4]:
+        path.unlink()
+    assert watcher.poll() == []
+    assert list(rank.others) == [path.name for path in dump_paths(server)]
+
+
+async def test_the_newest_files_are_opened_first_and_all_in_the_end(
+    server: FakeServer, rank: Rank
+) -> None:
+    def polled(most: int) -> list[int]:
+        arrivals = [arrival for _, arrival in watcher.poll(most=most)]
+        return [int(arrival.path.name[:10]) for arrival in arrivals]
+
+    watcher = DumpWatcher([rank], rid_prefix="xtr-run-")
+    for _ in range(5):
+        server.dump(RID, ids(3))
+    assert polled(2) == [0, 1]
+    server.dump(RID, ids(3))
+    assert polled(2) == [5, 2]
+    await watcher.wait()  # not for a new one
+    assert polled(9) == [3, 4]
+    assert polled(9) == []
+    watcher.report_again()
+    assert polled(9) == [0, 1, 2, 3, 4, 5]
+
+
+async def test_what_was_there_before_is_never_opened_by_who_skips_it(
+    server: FakeServer, rank: Rank
+) -> None:
+    server.dump(RID, ids(3))
+    collector = Collector([rank], rid_prefix=RID, is_skipping=True)
+    waiting = collector.expect(RID, num_tokens=3)
+    collector.poll()
+    assert not waiting.done()
+    server.dump(RID, ids(3))
+    collector.poll()
+    assert waiting.done()
+    collector.drop(RID, waiting)
+    server.dump(RID, ids(3))
+    collector.sweep()
+    assert [path.name for path in dump_paths(server)] == ["0000000000.safetensors"]
 
 
 async def test_unreadable_files_and_error_records_are_told_apart(

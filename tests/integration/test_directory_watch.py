@@ -99,6 +99,49 @@ def test_what_the_kernel_does_not_tell_is_listed_later(
     assert watcher.poll() == []
 
 
+def test_a_listing_that_takes_long_is_made_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = watch(tmp_path)
+    assert watcher.poll() == []
+    (tmp_path / "1.dump").write_bytes(b"written in place")
+    monkeypatch.setattr(directory_watch, "LISTING_INTERVAL_S", 1e-9)
+    watcher._listing_s = 1e12 * directory_watch.LISTING_COST_S
+    assert watcher.poll() == []
+    publish(tmp_path, "2.dump")
+    assert watcher.poll() == [(tmp_path, "2.dump")]  # which the kernel tells
+    watcher._listing_s = 0.0
+    assert watcher.poll() == [(tmp_path, "1.dump")]
+
+
+async def test_where_only_listings_tell_they_take_a_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher := watch(tmp_path), "_notify", None)
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    for watcher._listing_s in (0.0, 0.5):
+        await watcher.wait()
+    assert pauses == [directory_watch.IDLE_INTERVAL_S, 0.5 * directory_watch.LISTING_PAUSES]
+
+
+def test_skipped_names_are_never_reported_and_others_again_when_asked_for(
+    tmp_path: Path, is_told: bool
+) -> None:
+    publish(tmp_path, "1.dump")
+    watcher = watch(tmp_path)
+    watcher.skip()
+    publish(tmp_path, "2.dump")
+    for _ in range(2):
+        assert watcher.poll() == [(tmp_path, "2.dump")]
+        assert watcher.poll() == []
+        watcher.report_again()
+
+
 def test_names_lost_in_an_overflow_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -31,6 +32,7 @@ from helpers import (
     write_prompts,
 )
 
+import extractor.collect
 import extractor.mover
 import extractor.places
 import extractor.preflight
@@ -56,6 +58,7 @@ from extractor.progress import BarReporter, JsonReporter, LineReporter, Reporter
 from extractor.run import RunSummary, run
 from extractor.testing import LATE_S, FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
+from server_patch.dump_format import Dump, read_beginning
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -63,6 +66,8 @@ pytestmark = pytest.mark.usefixtures("quick_retries")
 TIMEOUTS: dict[Fault, dict[str, float]] = {
     Fault.SILENT: {"request_timeout_s": 1.5},
     Fault.LATE: {"request_timeout_s": LATE_S / 2},
+    Fault.DRIP: {"request_timeout_s": 1.5},
+    Fault.LOST_COPY: {"dump_timeout_s": 1.0},
     Fault.NO_DUMP: {"dump_timeout_s": 1.0},
     Fault.SHORT_DUMP: {"dump_timeout_s": 1.0},
     Fault.TORN_DUMP: {"dump_timeout_s": 1.0},
@@ -370,6 +375,12 @@ async def test_prompts_in_memory_are_bounded_by_the_concurrency(
         (Fault.SILENT, 2, None),
         (Fault.TOO_MANY, 2, None),
         (Fault.LATE, 2, None),
+        (Fault.DUPLICATE, 1, None),
+        (Fault.LOST_COPY, 2, None),
+        (Fault.QUEUE_ABORT, 2, None),
+        (Fault.ODD_REPLY, 2, None),
+        (Fault.LOCKED, 2, None),
+        (Fault.DRIP, 2, None),
         (Fault.CLOSE, 1, None),
         (Fault.OTHER_RID, 2, None),
         (Fault.NO_DUMP, 2, None),
@@ -411,6 +422,8 @@ async def test_a_passing_fault_costs_one_request_and_a_lasting_one_the_row(
     [
         (Fault.ERROR, Reason.SERVER_ERROR),
         (Fault.SILENT, Reason.SERVER_ERROR),
+        (Fault.DRIP, Reason.SERVER_ERROR),
+        (Fault.ODD_REPLY, Reason.SERVER_ERROR),
         (Fault.NO_DUMP, Reason.DUMP_MISSING),
         (Fault.SHORT_DUMP, Reason.DUMP_MISSING),
         (Fault.WRONG_IDS, Reason.WRONG_TOKENS),
@@ -442,7 +455,7 @@ async def test_a_row_whose_every_attempt_fails_is_given_up_with_the_reason(
     assert dumps_under(dump_root) == []
 
 
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.RESET])
+@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.RESET, Fault.QUEUE_ABORT, Fault.LOST_COPY])
 async def test_trouble_that_is_not_the_prompts_costs_it_no_attempt(
     tmp_path: Path, dump_root: Path, notes: Notes, fault: Fault
 ) -> None:
@@ -450,12 +463,15 @@ async def test_trouble_that_is_not_the_prompts_costs_it_no_attempt(
     faults = faults_once(dict.fromkeys(range(1, 7), fault))
     async with FakeServer(dump_root, faults=faults).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
-        await run(options_for(server, path, tmp_path / "out", max_attempts=1), notes)
+        options = options_for(server, path, tmp_path / "out", max_attempts=1, dump_timeout_s=0.2)
+        await run(options, notes)
     assert len(ordinals_sent(server.requests)) == 7
     assert_whole(tmp_path / "out", prompts)
 
 
-@pytest.mark.parametrize("fault", [Fault.BUSY, Fault.TOO_MANY, Fault.RESET, Fault.ERROR])
+@pytest.mark.parametrize(
+    "fault", [Fault.BUSY, Fault.TOO_MANY, Fault.RESET, Fault.ERROR, Fault.LOCKED, Fault.QUEUE_ABORT]
+)
 async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it(
     tmp_path: Path,
     dump_root: Path,
@@ -613,6 +629,50 @@ async def test_duplicates_of_pieces_never_make_a_sample(
     assert dumps_under(dump_root) == []
 
 
+async def test_a_gateway_that_sends_everything_twice_costs_nothing(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    """Probes included: each reply is of the second copy, each dump of the first."""
+    prompts = make_prompts(30)
+    faults: list[Fault] = []
+
+    def always(number: int, rid: str) -> Fault:
+        faults.append(Fault.DUPLICATE)
+        return faults[-1]
+
+    async with FakeServer(dump_root, chunk_tokens=8, faults=always).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out", max_attempts=1), notes)
+        assert server.aborted == []
+    assert len(faults) == 31
+    assert sorted(ordinals_sent(server.requests)) == list(range(30))
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
+async def test_a_probe_that_a_gateway_sends_twice_opens_the_gate_again(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.0)
+    prompts = make_prompts(5)
+
+    def plan(number: int, rid: str) -> Fault | None:
+        if PROBE_SESSION in rid:
+            return Fault.DUPLICATE
+        return Fault.BUSY if len(probes_in(server.requests)) < 2 else None
+
+    def probes_in(rids: list[str]) -> list[str]:
+        return [rid for rid in rids if PROBE_SESSION in rid]
+
+    server = FakeServer(dump_root, faults=plan)
+    async with server.running():
+        path = write_prompts(tmp_path / "p.jsonl", prompts)
+        await run(options_for(server, path, tmp_path / "out"), notes)
+    assert len(probes_in(server.requests)) == 2
+    assert_whole(tmp_path / "out", prompts)
+    assert dumps_under(dump_root) == []
+
+
 async def test_every_fault_at_once_ends_with_every_row_settled(
     tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
@@ -652,6 +712,48 @@ async def test_other_runs_dumps_are_left_alone(
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
         await run(options_for(server, path, tmp_path / "out"), notes)
     assert len(dumps_under(dump_root)) == 1
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_other_runs_dumps_are_opened_once_however_often_a_run_looks(
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    is_dead: bool,
+) -> None:
+    """Not by the probe, the collector, and the sweeps at the end of either; and not at all where
+    nothing of the run can be there."""
+    opened: Counter[Path] = Counter()
+
+    def counting(path: Path, *, whole_bytes: int) -> tuple[Dump, bytes]:
+        opened[path] += 1
+        return read_beginning(path, whole_bytes=whole_bytes)
+
+    monkeypatch.setattr(extractor.collect, "read_beginning", counting)
+    prompts = make_prompts(20)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    def others_dump(server: FakeServer) -> set[Path]:
+        for number in range(300):
+            server.dump(f"xtr-another-session-{number}-1", np.arange(2, dtype=np.int32))
+        return set(server.directory.glob("*.safetensors"))
+
+    async with FakeServer(dump_root, faults=faults_once({9: Fault.REJECT})).running() as server:
+        others = others_dump(server)
+        await run(options_for(server, path, tmp_path / "out"), notes)
+        assert not others & set(opened)
+        assert sum(opened.values()) == 2 + 19  # the probe's, also to remove it; the prompts'
+        opened.clear()
+        if not is_dead:
+            await run(options_for(server, path, tmp_path / "out", retry_failed=True), notes)
+    if is_dead:
+        declare_dead(server)
+        async with FakeServer(dump_root, boot_id="another").running() as other:
+            await run(options_for(other, path, tmp_path / "out", retry_failed=True), notes)
+    assert {opened[path] for path in others} == {1}
+    assert set(server.directory.glob("*.safetensors")) == others
+    assert_whole(tmp_path / "out", prompts)
 
 
 # --- resume -----------------------------------------------------------------------------------
@@ -1188,3 +1290,14 @@ async def test_a_dry_run_of_what_was_begun_says_what_is_settled_already(
         await run(options, notes)
         await dry_run(options, notes)
         assert f"{tmp_path / 'out'} has 3 rows settled already" in str(notes.messages)
+
+
+async def test_dry_runs_of_one_server_at_the_same_time_do_not_disturb_each_other(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    """A server refuses a rid that is at work already."""
+    async with FakeServer(dump_root, delay_s=0.02).running() as server:
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(10))
+        options = options_for(server, path, tmp_path / "out")
+        await asyncio.gather(dry_run(options, notes), dry_run(options, notes))
+    assert len(server.requests) == len(set(server.requests)) == 2 * (1 + 10)

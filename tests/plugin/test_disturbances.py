@@ -420,6 +420,44 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
     assert server.errors() == []
 
 
+@pytest.mark.usefixtures("quick_retries")
+def test_prompts_that_somebody_else_aborts_are_sent_again_at_no_cost(
+    server: Serving,
+    faults: Path,
+    reference: Reference,
+    tmp_path: Path,
+    outcomes: list[tuple[int, Reason]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by an operator, or for new weights: most wait in the queue then, one is in mid-prefill."""
+    prompts = make_prompts(6, seed=80, shortest=60, longest=60, vocabulary=500)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+    generate = Client.generate
+    sent: list[str] = []
+    aborting: list[asyncio.Task[None]] = []
+
+    def abort_all() -> None:
+        wait_for(lambda: any(rows_of_rid(server, rid) for rid in sent))
+        with closing(post(server, "/abort_request", {"rid": "", "abort_all": True})) as connection:
+            assert connection.getresponse().status == 200
+        (faults / SLOW).unlink()
+
+    async def disturbed(self: Client, request: Request) -> ReplyFacts | Failure:
+        if request.prompt.source != "probe":
+            sent.append(request.rid)
+            if len(sent) == len(prompts):
+                aborting.append(asyncio.create_task(asyncio.to_thread(abort_all)))
+        return await generate(self, request)
+
+    monkeypatch.setattr(Client, "generate", disturbed)
+    (faults / SLOW).touch()
+    extract(server, path, tmp_path / "out", max_attempts=1)
+    assert len(outcomes) >= 2
+    assert set(outcomes) == {(1, Reason.SERVER_ERROR)}
+    assert_stored(tmp_path / "out", prompts, BOUNDARIES, reference)
+    assert list(server.dumps()) == []
+
+
 # --- what fails in or around the plugin -----------------------------------------------------------
 
 

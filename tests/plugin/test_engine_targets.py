@@ -19,6 +19,7 @@ import pytest
 from packaging.version import Version
 
 from extractor.engine import graph_arguments
+from extractor.refusals import BY_MESSAGE
 from plugin.wheels import (
     IndexUnreachable,
     Source,
@@ -97,6 +98,11 @@ def source(request: pytest.FixtureRequest, wheels: dict[str, Path | IndexUnreach
         refuse_or_skip(wheel)
     assert isinstance(wheel, Path)
     return Source(request.param, wheel)
+
+
+def test_a_release_refuses_in_the_words_that_the_client_knows(source: Source) -> None:
+    words = source.text("sglang/srt/managers/tokenizer_manager.py").lower()
+    assert all(message in words for message in BY_MESSAGE)
 
 
 def problems_of(source: Source) -> list[str]:

@@ -108,8 +108,7 @@ def test_a_dump_of_another_layout_is_refused_by_field(field: str, value: object)
 
 
 def facts(**changes: object) -> ReplyFacts:
-    values = {"prompt_tokens": 5, "cached_tokens": 0, "finish_type": "length",
-              "finish_message": "", **changes}  # fmt: skip
+    values = {"prompt_tokens": 5, "cached_tokens": 0, **changes}
     return ReplyFacts(**values)  # type: ignore[arg-type]
 
 
@@ -117,11 +116,9 @@ def facts(**changes: object) -> ReplyFacts:
     ("reply", "reason", "is_permanent"),
     [
         (facts(), None, None),
-        (facts(finish_type="stop"), None, None),
         (facts(prompt_tokens=4), Reason.TRUNCATED, True),
         (facts(prompt_tokens=6), Reason.TRUNCATED, True),
         (facts(cached_tokens=1), Reason.CACHED, False),
-        (facts(finish_type="abort", finish_message="retracted"), Reason.SERVER_ERROR, False),
     ],
 )
 def test_an_answer_proves_that_every_row_was_computed(
