@@ -20,7 +20,7 @@ from extractor.commands.serve import serve_command
 from extractor.commands.show import show_command
 from extractor.commands.status import status_command
 from extractor.commands.verify import verify_command
-from extractor.errors import Interrupted, exit_code, first_known
+from extractor.errors import Interrupted, exit_code, first_known, message_of
 from extractor.options import Commands
 from extractor.terminal import note, tell_error
 
@@ -81,9 +81,9 @@ def main() -> NoReturn:
         lines = traceback.format_exception(error) if verbose else []
 
         def as_text() -> None:
-            note(f"{''.join(lines)}extractor: {shown}")
+            note(f"{''.join(lines)}extractor: {message_of(shown)}")
 
         fields = {"traceback": lines} if verbose else {}
-        tell_error(str(shown), exit_status=known, otherwise=as_text, **fields)
+        tell_error(message_of(shown), exit_status=known, otherwise=as_text, **fields)
         sys.exit(known)
     sys.exit(status or 0)

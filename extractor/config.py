@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -201,7 +202,8 @@ class RunOptions:
         # As the clients write them, so that two spellings are one.
         urls = tuple(url.rstrip("/") for url in self.server_urls)
         object.__setattr__(self, "server_urls", urls)
-        if self.out.resolve().is_relative_to(self.dump_root.resolve()):
+        # Not `Path.resolve`: it raises for links that lead in a circle, which are told later.
+        if Path(realpath(self.out)).is_relative_to(realpath(self.dump_root)):
             raise UsageError(
                 f"--out {self.out} lies in the dump directory {self.dump_root}, which is cleaned "
                 "of what is no dump of a live server; name another"

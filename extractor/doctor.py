@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from extractor import __version__
 from extractor.client import Client
 from extractor.collect import Rank
-from extractor.errors import SpaceError, exit_code
+from extractor.errors import UsageError, exit_code, message_of
 from extractor.files import free_bytes
 from extractor.headroom import headroom
 from extractor.leftovers import find_leftovers, find_waiting, remove_leftovers
@@ -136,7 +136,7 @@ async def _try(
     except Exception as error:
         if exit_code(error) is None:
             raise
-        return Check(name=name, problem=str(error)), None
+        return Check(name=name, problem=message_of(error)), None
     return Check(name=name, problem=None, detail=describe(result)), result
 
 
@@ -174,7 +174,7 @@ def _out(out: Path) -> str:
     if nearest == out:
         prepare_out(out)
     elif not os.access(nearest, os.W_OK):
-        raise SpaceError(f"{nearest} is not writable; name another --out")
+        raise UsageError(f"{nearest} is not writable; name another --out")
     warning = manifest_warning(nearest)
     return f"{out}: {amount(free_bytes(nearest))} free" + (f"; {warning}" if warning else "")
 

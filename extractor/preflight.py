@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from extractor.config import Layout, RunOptions
 from extractor.copying import SampleFault, check_tokens
 from extractor.engine import boundaries_of
 from extractor.errors import (
-    NO_SUCH_PATH_ERRNOS,
     ConfigMismatch,
     PluginError,
     ServerLost,
@@ -28,7 +28,7 @@ from extractor.errors import (
     UsageError,
     storage_error,
 )
-from extractor.files import file_system_type, free_bytes
+from extractor.files import dangling_link, file_system_type, free_bytes
 from extractor.headroom import MEMORY_FILE_SYSTEMS, headroom
 from extractor.plan import PROBE_SESSION, RID_PREFIX, Limits, Request, dump_bytes, make_rid
 from extractor.retry import Failure
@@ -294,7 +294,8 @@ def layout_of(ready: Ready) -> Layout:
 
 
 def require_dump_directory(ranks: Sequence[Rank]) -> None:
-    """See that we may read, create and remove files beside the dumps. Raises UsageError."""
+    """See that we may read, create and remove files beside the dumps. Raises UsageError,
+    SpaceError."""
     for rank in ranks:
         # One name for all clients: what a killed one leaves is removed by the next.
         trial = rank.directory / ".tmp-client"
@@ -302,6 +303,8 @@ def require_dump_directory(ranks: Sequence[Rank]) -> None:
             trial.write_bytes(b"")
             trial.unlink(missing_ok=True)
         except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise storage_error(error, where=rank.directory) from error
             raise UsageError(
                 f"{rank.directory}: this user cannot create and remove files there ({error}). "
                 "Run as the server's user, or start the server with "
@@ -331,12 +334,13 @@ def prepare_out(out: Path) -> None:
     try:
         if out.exists() and not out.is_dir():
             raise UsageError(f"{out} is a file; name a directory with --out")
+        if (link := dangling_link(out)) is not None:
+            raise UsageError(
+                f"{link} is a link to {link.readlink()}, which does not exist. Make that directory "
+                "or name another --out"
+            )
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in NO_SUCH_PATH_ERRNOS:
-            raise UsageError(
-                f"{out}: cannot be made ({error.strerror}); name another --out"
-            ) from error
         raise storage_error(error, where=out) from error
     try:
         trial = out / ".writable"  # one name: what a killed run leaves is removed by the next

@@ -129,8 +129,7 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
                 async with _open_manifest(options) as owner:
                     return await _run_until_done(options, Together(reporter, live), files, owner)
     except OSError as error:
-        where = options.out if error.filename is None else Path(error.filename)
-        raise storage_error(error, where=where) from error
+        raise storage_error(error, where=options.out) from error
 
 
 async def _run_until_done(

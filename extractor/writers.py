@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from extractor.collect import Rank
 from extractor.errors import PluginError
+from manifest.causes import LIMIT_ERRNOS
 from server_patch.dump_format import (
     FAILED_NAME,
     READY_NAME,
@@ -55,6 +56,8 @@ def scan_writers(root: Path) -> Writers:
                 document = json.loads((directory / FAILED_NAME).read_bytes())
                 failed.append(FailedWriter(directory=directory, reason=str(document["reason"])))
         except (OSError, DumpFormatError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno in LIMIT_ERRNOS:
+                raise
             unreadable.append(f"{directory}: {error}")
     return Writers(
         root=root,
@@ -91,8 +94,8 @@ def process_start_ticks(pid: int) -> int | None:
     """Field 22 of /proc/<pid>/stat; None when there is no such process or it is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None  # any other error says nothing of that process
     # The second field, the command, may hold spaces and parentheses: count from its end.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
