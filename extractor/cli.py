@@ -1,7 +1,8 @@
 """The command line: the group of its commands, and the exit status.
 
 stdout is data, stderr is status. Exit: 0 done and clean, 1 findings or failed rows, 2 usage or
-configuration, 3 server trouble (rows stay resumable), 4 no space, 130 interrupted.
+configuration, 3 server trouble (rows stay resumable), 4 a disk or /dev/shm is full or fails, 130
+interrupted. `extractor.errors` has the tree.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def cli(verbose: bool) -> None:
 
     Every option can be set by a variable: EXTRACTOR_RUN_OUT for `extractor run --out`.
 
-    Exit status: 0 done and clean, 1 findings or failed rows, 2 usage or configuration,
-    3 server trouble (the same command resumes), 4 no space, 130 interrupted.
+    Exit status: 0 done and clean, 1 findings or failed rows, 2 usage, configuration or limits (a
+    person must change something), 3 server trouble, 4 a disk or /dev/shm is full or fails, 130
+    interrupted. After 3, 4 and 130 the same command resumes.
     """
 
 

@@ -161,12 +161,16 @@ def _versions() -> Check:
 
 
 def _open_files() -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+    # A run raises its soft limit to the hard one by itself.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
         return Check(
-            name="open files", problem=f"at most {soft} are allowed; run `ulimit -n {LEAST_FILES}`"
+            name="open files",
+            problem=f"at most {hard} are allowed; raise the limit (`ulimit -n {LEAST_FILES}`)",
         )
-    return Check(name="open files", problem=None, detail=f"up to {soft}")
+    return Check(
+        name="open files", problem=None, detail=f"up to {hard}" if hard > 0 else "no limit"
+    )
 
 
 def _out(out: Path) -> str:

@@ -70,16 +70,18 @@ class Target:
 
 
 async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
-    """The server's own account of itself. Raises ServerUnreachable with what to do."""
+    """The server's own account of itself. Raises ServerUnreachable and BadAddress with what to
+    do."""
     if not await wait_until_answering([client], timeout_s=wait_s):
-        raise unreachable([client.url])
+        raise unreachable([client])
     return await client.facts()
 
 
-def unreachable(urls: Sequence[str]) -> ServerUnreachable:
-    """What to say where no server answers."""
+def unreachable(clients: Sequence[Client]) -> ServerUnreachable:
+    """The error for when none of the servers answers, with the reason that each had last."""
+    reasons = " ".join(client.silence for client in clients)
     return ServerUnreachable(
-        f"no server answers at {', '.join(urls)}. Start one with `extractor serve --model …`, "
+        f"{reasons} Start one with `extractor serve --model …`, "
         "name another with --server, or give --model to let `extractor run` start it. "
         "(A server that is still loading: --server-wait SECONDS.)"
     )

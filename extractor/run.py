@@ -14,9 +14,16 @@ from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.concurrency import MOST_LIMIT
 from extractor.config import DATASET_NAME, Identity, RunOptions
 from extractor.dataset import dataset_document
-from extractor.errors import ServerError, ServerGone, first_known, storage_error
+from extractor.errors import (
+    BadAddress,
+    BadDumpDir,
+    ServerError,
+    ServerGone,
+    first_known,
+    storage_error,
+)
 from extractor.files import write_whole
-from extractor.fleet import Member
+from extractor.fleet import Member, require_connections
 from extractor.headroom import headroom
 from extractor.inputs import reads_stdin, scan_prompts
 from extractor.live import LiveFile
@@ -117,6 +124,7 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
     then stays, and the same call goes on.
     """
+    require_connections(options.concurrency, num_servers=len(options.server_urls))
     reporter = Together(reporter)
     files = await asyncio.to_thread(_scan, options)
     prepare_out(options.out)
@@ -182,7 +190,7 @@ async def _run(
     ) as clients:
         try:
             members, renderer = await _preflight(options, clients, reporter, counters)
-        except ServerError:
+        except (ServerError, BadAddress, BadDumpDir):
             if not state.is_finished or options.retry_failed:
                 raise
             reporter.note("Every row is settled already; the server was not needed.")

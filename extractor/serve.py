@@ -8,6 +8,7 @@ what to try.
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.metadata
 import os
 import random
@@ -220,16 +221,23 @@ async def any_server_answers(urls: Sequence[str]) -> bool:
     return False
 
 
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listened on a moment ago.
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of `host` that nobody listened on a moment ago.
 
     Below the ports that the kernel and SGLang itself hand out: the server listens on it only
     when its model is loaded, minutes later.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randint(20000, 29999)))
-            return int(probe.getsockname()[1])
+        port = random.randint(20000, 29999)
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise UsageError(f"--host {host}: cannot listen there ({error})") from error
+                continue
+            return port
 
 
 def _is_done(task: asyncio.Task[None]) -> Callable[[], bool]:
@@ -249,6 +257,7 @@ async def _is_listening(url: str) -> bool:
 
 
 async def _require_free_port(options: ServeOptions) -> None:
+    free_port(options.host)  # see that the address is one of this machine's
     if await _is_listening(options.url):
         raise UsageError(
             f"something listens on {options.url} already: stop it or name another --port"
