@@ -33,6 +33,7 @@ MAX_REPLY_BYTES = 1 << 20
 KEEP_ALIVE_S = 3.0
 CONNECT_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 30.0
+ABORT_TIMEOUT_S = 2.0
 #: SGLang looks for the outcome of a health check once a second.
 AT_ONCE_S = 1.0
 
@@ -147,7 +148,7 @@ class Client:
             async with self._http.post(
                 f"{self.url}/abort_request",
                 data=orjson.dumps({"rid": rid}),
-                timeout=aiohttp.ClientTimeout(total=2.0),
+                timeout=aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S),
             ):
                 pass
         except (aiohttp.ClientError, TimeoutError, ConnectionError):

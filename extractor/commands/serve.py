@@ -84,7 +84,8 @@ def serve_command(
 ) -> None:
     """Start SGLang with the plugin; print its address on stdout when it is ready.
 
-    Ends when the server does, or with Ctrl-C, which stops the server's whole process tree.
+    Ends when the server does, or within 20 s of Ctrl-C or SIGTERM, which stop the server's whole
+    process tree.
     """
     options = ServeOptions(
         port=port or free_port(host),
