@@ -154,7 +154,6 @@ def test_findings_are_1(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Pa
         (["run", "p.jsonl", "--server", "http://[::1"], "an IPv6 address in brackets"),
         (["run", "p.jsonl", "--server", "http://host:99999"], "an IPv6 address in brackets"),
         (["run", "p.jsonl", "--server", "http://-x-/"], "an IPv6 address in brackets"),
-        (["run", "p.jsonl", "--concurrency", "1000000000"], "open files"),
         (["nonsense"], "No such command"),
     ],
     ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else "",
