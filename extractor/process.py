@@ -22,7 +22,7 @@ from extractor.signals import patience_s, to_its_end
 
 STOP_PATIENCE_S = 15.0
 #: Of the time that a signal leaves: for the end of what is killed, and for what it leaves behind.
-KILL_S = 4.0
+KILL_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
