@@ -24,6 +24,7 @@ from extractor.preflight import (
     limits_of,
     manifest_warning,
     prepare_out,
+    require_directory,
     require_dump_directory,
     require_plugin,
     require_probe,
@@ -184,11 +185,15 @@ def _out(out: Path) -> str:
 
 
 def _dump_root(root: Path) -> Check:
-    if not root.exists():
-        return Check(
-            name="dump root",
-            problem=f"{root} does not exist: no server with the plugin was ever started for it",
-        )
+    try:
+        require_directory(root, option="--dump-dir")
+        if not root.exists():
+            return Check(
+                name="dump root",
+                problem=f"{root} does not exist: no server with the plugin was ever started for it",
+            )
+    except (OSError, UsageError) as error:
+        return Check(name="dump root", problem=message_of(error))
     return Check(name="dump root", problem=None, detail=f"{root}: {amount(free_bytes(root))} free")
 
 

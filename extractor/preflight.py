@@ -331,16 +331,22 @@ def manifest_warning(out: Path) -> str | None:
     return None
 
 
+def require_directory(path: Path, *, option: str) -> None:
+    """Raise UsageError unless `path` is a directory or can become one, OSError where it cannot be
+    told."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a directory with {option}")
+    if (link := dangling_link(path)) is not None:
+        raise UsageError(
+            f"{link} is a link to {link.readlink()}, which does not exist. Make that directory "
+            f"or name another {option}"
+        )
+
+
 def prepare_out(out: Path) -> None:
     """Make the output directory and see that it can be written. Raises UsageError, SpaceError."""
     try:
-        if out.exists() and not out.is_dir():
-            raise UsageError(f"{out} is a file; name a directory with --out")
-        if (link := dangling_link(out)) is not None:
-            raise UsageError(
-                f"{link} is a link to {link.readlink()}, which does not exist. Make that directory "
-                "or name another --out"
-            )
+        require_directory(out, option="--out")
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise storage_error(error, where=out) from error

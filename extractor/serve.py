@@ -29,7 +29,7 @@ from extractor.client import Client
 from extractor.engine import ServeOptions
 from extractor.errors import MissingExtra, PluginError, ServerError, UsageError
 from extractor.leftovers import Journal, remove_useless
-from extractor.preflight import Target, require_plugin, require_probe
+from extractor.preflight import Target, require_directory, require_plugin, require_probe
 from extractor.process import ServerProcess, started
 from extractor.writers import scan_writers
 
@@ -89,6 +89,7 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
     """
     engine_version = _engine_version()
     await _require_free_port(options)
+    require_directory(options.dump_root, option="--dump-dir")
     remove_useless(options.dump_root)
     boot_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     log_path = options.log_path or _new_log_path()

@@ -135,7 +135,7 @@ def _explained(error: sqlite3.Error, path: Path) -> ManifestError:
         number = now if now in (errno.ENOLCK, *LIMIT_ERRNOS) else None
     elif code.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
         number = now or number
-    elif number == errno.EIO and now is not None and cause_of(now).is_storage:
+    elif number == errno.EIO and (now == errno.EFBIG or cause_of(now).is_storage):
         number = now  # such as a quota that is used up
     if number is None and code.startswith(_LOCKED):
         return ManifestError(
@@ -153,13 +153,14 @@ def _explained(error: sqlite3.Error, path: Path) -> ManifestError:
 
 
 def _errno_at(path: Path) -> int | None:
-    """What the system says to a file beside `path` that is made, written and locked; None where
-    all goes well.
+    """What the system says to a file beside `path` that is made, locked and written at the size
+    that the manifest has; None where all goes well.
 
     Not `path` itself: closing it would drop the locks that this process has on it.
     """
     try:
-        path.stat()
+        beside = path.with_name(f"{path.name}-wal")
+        sizes = [file.stat().st_size for file in (path, beside) if file.exists()]
         descriptor = os.open(os.devnull, os.O_RDONLY)
         os.close(descriptor)
         with tempfile.TemporaryFile(dir=path.parent, buffering=0) as trial:
@@ -167,7 +168,7 @@ def _errno_at(path: Path) -> int | None:
                 fcntl.lockf(trial, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 return errno.ENOLCK if error.errno in NO_LOCKS_ERRNOS else error.errno
-            trial.write(bytes(4096))
+            os.pwrite(trial.fileno(), bytes(4096), max(sizes, default=0))
             os.fsync(trial)
     except OSError as error:
         return error.errno

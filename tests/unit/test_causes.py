@@ -133,6 +133,37 @@ def test_too_many_open_files_is_the_cause_of_a_manifest_that_cannot_be_opened(
         raise sqlite_error("SQLITE_CANTOPEN")
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EFBIG, r"larger than .*EFBIG"),
+        (errno.EDQUOT, r"quota is used up .*EDQUOT"),
+        (errno.EACCES, r"disk or its file system fails .*EIO"),  # of something else
+    ],
+)
+def test_why_a_manifest_cannot_be_written_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    path = tmp_path / "manifest.sqlite"
+    path.write_bytes(bytes(8192))
+    at: list[int] = []
+
+    def refuse(descriptor: int, data: bytes, offset: int) -> int:
+        at.append(offset)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(ManifestError, match=words), explained(path):
+        raise sqlite_error("SQLITE_IOERR_WRITE")
+    assert at == [8192]
+
+
+def test_a_manifest_in_no_directory_is_said_to_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "nowhere" / "manifest.sqlite"
+    with pytest.raises(ManifestError, match=r"does not exist .*SQLITE_CANTOPEN"), explained(path):
+        sqlite3.connect(path)
+
+
 # --- the lock and the directory -----------------------------------------------------------------
 
 
