@@ -33,7 +33,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from manifest.causes import CAUSES, cause_of, named
+from manifest.causes import AMBIGUOUS_ERRNOS, CAUSES, cause_of, named
 from manifest.errors import ManifestError, ManifestSpaceError
 from prompts.types import InputError, TokenizerError
 from server_patch.dump_format import DumpFormatError
@@ -163,7 +163,8 @@ def exit_code(error: BaseException) -> int | None:
         if isinstance(error, leaf):
             return code
     if isinstance(error, OSError) and error.errno in CAUSES:
-        return storage_error(error).exit_code
+        if error.filename is not None or error.errno not in AMBIGUOUS_ERRNOS:
+            return storage_error(error).exit_code
     return None
 
 

@@ -47,8 +47,8 @@ _SILENT: Final = Cause(
 )
 _MEMORY: Final = Cause(what="out of memory", advice="free memory", is_storage=True)
 _FORBIDDEN: Final = Cause(
-    what="this user may not do that there",
-    advice="give this user the right to, or name another directory",
+    what="this user has no permission",
+    advice="give this user the permission, or name another directory",
 )
 _READ_ONLY: Final = Cause(
     what="the file system is read-only",
@@ -56,13 +56,13 @@ _READ_ONLY: Final = Cause(
 )
 _MISSING: Final = Cause(what="it does not exist", advice="check the path")
 _IN_THE_WAY: Final = Cause(
-    what="something of that name is in the way", advice="remove it, or name another path"
+    what="a file of that name exists already", advice="remove it, or name another path"
 )
 _PART_IS_A_FILE: Final = Cause(
     what="a part of the path is not a directory", advice="name another path"
 )
 _DIRECTORY: Final = Cause(what="it is a directory, not a file", advice="name another path")
-_LOOP: Final = Cause(what="its links lead back to themselves", advice="name another path")
+_LOOP: Final = Cause(what="its symbolic links form a loop", advice="name another path")
 _TOO_LONG: Final = Cause(what="the name is too long", advice="name another path")
 _BAD_NAME: Final = Cause(
     what="the file system does not accept that name", advice="name another path"
@@ -136,6 +136,11 @@ CAUSES: Final[Mapping[int, Cause]] = {
 #: How a file system without locks answers, besides with ENOLCK.
 NO_LOCKS_ERRNOS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
+#: Sockets and defects of our own have these too: they speak of a file only where one is named.
+AMBIGUOUS_ERRNOS: Final = (
+    errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EOPNOTSUPP, errno.EAGAIN, errno.EINTR,
+    errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
+)  # fmt: skip
 #: About this process and its machine, not about the file that was worked on.
 LIMIT_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 

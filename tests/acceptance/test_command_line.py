@@ -221,6 +221,22 @@ def test_a_server_without_plugin_is_3(
     assert "SGLANG_HS_DUMP_DIR" in result.stderr
 
 
+def test_a_private_certificate_is_named_and_accepted_by_its_variable(
+    tmp_path: Path, tool: Tool, dump_root: Path, certificate: Path, prompts_path: Path
+) -> None:
+    with fake_server(dump_root, "--host", "::1", "--tls", str(certificate)) as server:
+        assert server.url.startswith("https://[::1]:")
+        refused = tool.run(prompts_path, tmp_path / "out", server, "--server-wait", 3600)
+        assert refused.returncode == 2
+        assert "certificate is not trusted" in refused.stderr
+        assert "SSL_CERT_FILE" in refused.stderr
+        tool.environment = {"SSL_CERT_FILE": str(certificate)}
+        well = tool("doctor", "--server", server.url, "--dump-dir", dump_root)
+        assert well.returncode == 0, well.stdout
+        assert tool.run(prompts_path, tmp_path / "out", server).returncode == 0
+    assert_whole(tmp_path / "out", make_prompts(12))
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 70 MB; needs the right to mount."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,27 +17,6 @@ from extractor.errors import BadAddress, ServerUnreachable, UsageError
 from extractor.run import run
 from extractor.serve import free_port
 from extractor.testing import FakeServer
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate of localhost and its key, in one file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    directory = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-            "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
-            "subjectAltName=DNS:localhost,IP:::1", "-keyout", "key.pem", "-out", "c.pem",
-        ],
-        cwd=directory,
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
-    whole = directory / "both.pem"
-    whole.write_text((directory / "key.pem").read_text() + (directory / "c.pem").read_text())
-    return whole
 
 
 def server_side(certificate: Path) -> ssl.SSLContext:

@@ -40,7 +40,7 @@ def test_every_errno_is_named_and_only_the_disks_own_blame_the_disk(number: int)
 
 def test_the_file_that_an_error_names_is_shown() -> None:
     told = storage_error(PermissionError(errno.EACCES, "no", "/a/b"), where=Path("out"))
-    assert str(told).startswith("/a/b: this user may not do that there")
+    assert str(told).startswith("/a/b: this user has no permission")
 
 
 # --- SQLite -----------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def sqlite_error(code: str) -> sqlite3.OperationalError:
         ("SQLITE_CANTOPEN", ManifestError, "words (SQLITE_CANTOPEN)"),
         ("SQLITE_CANTOPEN_ISDIR", ManifestError, "is a directory"),
         ("SQLITE_READONLY_DBMOVED", ManifestError, "does not exist"),
-        ("SQLITE_READONLY", ManifestError, "may not do that"),
+        ("SQLITE_READONLY", ManifestError, "no permission"),
         ("SQLITE_NOTADB", ManifestError, "not a sound manifest"),
         ("SQLITE_CORRUPT_INDEX", ManifestError, "not a sound manifest"),
         ("SQLITE_BUSY", ManifestError, "another process has the manifest locked"),
@@ -200,7 +200,7 @@ def test_a_lock_that_is_held_is_still_another_process(tmp_path: Path) -> None:
     [
         ("link", "is a link to nowhere, which does not exist"),
         ("link/below", "is a link to nowhere, which does not exist"),
-        ("loop", "its links lead back to themselves"),
+        ("loop", "its symbolic links form a loop"),
         ("file", "is a file; name a directory"),
         ("file/below", "a part of the path is not a directory"),
         ("n" * 300, "the name is too long"),
