@@ -31,6 +31,7 @@ from extractor.shards import open_shard_path, sealed_shard_path
 from extractor.strays import require_begun, require_manifest
 from extractor.tables import amount, counted, table
 from extractor.verify import check_finite
+from manifest.causes import LIMIT_ERRNOS
 from manifest.records import Row, Shard, Totals
 from manifest.store import Store
 from prompts.types import prompt_key
@@ -244,6 +245,8 @@ class _Auditor:
         try:
             stated = path.read_bytes()
         except OSError as error:
+            if error.errno in LIMIT_ERRNOS:
+                raise
             self._find(FindingKind.PROVENANCE, f"{path}: {error.strerror}")
             return
         if stated != dataset_document(self._identity, self._store.server_starts()):
@@ -266,6 +269,8 @@ class _Auditor:
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
+            if error.errno in LIMIT_ERRNOS:
+                raise
             self._find(
                 FindingKind.SHARD_MISSING,
                 f"{path}: {error.strerror}; lost: {counted(len(rows), 'sample')}",

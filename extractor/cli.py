@@ -1,7 +1,8 @@
 """The command line: the group of its commands, and the exit status.
 
 stdout is data, stderr is status. Exit: 0 done and clean, 1 findings or failed rows, 2 usage or
-configuration, 3 server trouble (rows stay resumable), 4 no space, 130 interrupted.
+configuration, 3 server trouble (rows stay resumable), 4 a disk or /dev/shm is full or fails, 130
+interrupted. `extractor.errors` has the tree.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from extractor.commands.serve import serve_command
 from extractor.commands.show import show_command
 from extractor.commands.status import status_command
 from extractor.commands.verify import verify_command
-from extractor.errors import Interrupted, exit_code, first_known
+from extractor.errors import Interrupted, exit_code, first_known, message_of
 from extractor.options import Commands
 from extractor.terminal import note, tell_error
 
@@ -40,8 +41,9 @@ def cli(verbose: bool) -> None:
 
     Every option can be set by a variable: EXTRACTOR_RUN_OUT for `extractor run --out`.
 
-    Exit status: 0 done and clean, 1 findings or failed rows, 2 usage or configuration,
-    3 server trouble (the same command resumes), 4 no space, 130 interrupted.
+    Exit status: 0 done and clean, 1 findings or failed rows, 2 usage, configuration or limits (a
+    person must change something), 3 server trouble, 4 a disk or /dev/shm is full or fails, 130
+    interrupted. After 3, 4 and 130 the same command resumes.
     """
 
 
@@ -81,9 +83,9 @@ def main() -> NoReturn:
         lines = traceback.format_exception(error) if verbose else []
 
         def as_text() -> None:
-            note(f"{''.join(lines)}extractor: {shown}")
+            note(f"{''.join(lines)}extractor: {message_of(shown)}")
 
         fields = {"traceback": lines} if verbose else {}
-        tell_error(str(shown), exit_status=known, otherwise=as_text, **fields)
+        tell_error(message_of(shown), exit_status=known, otherwise=as_text, **fields)
         sys.exit(known)
     sys.exit(status or 0)

@@ -1,4 +1,4 @@
-"""Edge: HTTP to one SGLang server. The only module that imports an HTTP library."""
+"""Edge: HTTP to one SGLang server. Only this and `connection` import an HTTP library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from typing import Self
 import aiohttp
 import orjson
 
-from extractor.errors import PluginError, ServerUnreachable, UsageError
+from extractor.connection import about_proxies, detail_of, lasting_problem, own_limit
+from extractor.errors import (
+    BadAddress,
+    ExtractorError,
+    PluginError,
+    ServerUnreachable,
+    UsageError,
+)
 from extractor.plan import Request
 from extractor.refusals import abort_failure, http_failure
 from extractor.retry import Failure
@@ -42,12 +49,17 @@ MIN_CONTEXT_TOKENS = 2
 KEEP_ALIVE_S = 3.0
 CONNECT_TIMEOUT_S = 10.0
 INFO_TIMEOUT_S = 30.0
+ABORT_TIMEOUT_S = 2.0
 #: SGLang looks for the outcome of a health check once a second.
 AT_ONCE_S = 1.0
 
 #: What each failure of the transport means: the most specific class that fits decides.
 TRANSPORT_FAILURES: Mapping[type[Exception], str] = {
+    aiohttp.ClientConnectorCertificateError: "the server's certificate is not trusted",
+    aiohttp.ClientSSLError: "TLS failed",
+    aiohttp.ClientConnectorDNSError: "the host name cannot be resolved",
     aiohttp.ClientConnectorError: "cannot connect",
+    aiohttp.InvalidURL: "the address is not valid",
     aiohttp.ServerDisconnectedError: "the server closed the connection",
     aiohttp.ServerTimeoutError: "the server did not answer in time",
     aiohttp.ClientPayloadError: "the answer broke off",
@@ -62,7 +74,7 @@ def transport_problem(error: Exception) -> str:
     """What a transport error means, in words; the most specific entry of TRANSPORT_FAILURES."""
     for kind in type(error).__mro__:
         if kind in TRANSPORT_FAILURES:
-            return f"{TRANSPORT_FAILURES[kind]} ({str(error) or type(error).__name__})"
+            return f"{TRANSPORT_FAILURES[kind]} ({detail_of(error)})"
     raise error
 
 
@@ -87,6 +99,7 @@ class Client:
         self._request_timeout_s = request_timeout_s
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
+        self.silence = f"no server answers at {self.url}."  # and why, once it was asked
 
     async def __aenter__(self) -> Self:
         headers = {"Content-Type": "application/json"}  # of whatever has a body
@@ -124,7 +137,8 @@ class Client:
         """Send one prompt; what the server says of it, or why this attempt failed.
 
         A failure of the transport or the server is a value here: one bad prompt must not end
-        the others. Raises nothing but cancellation.
+        the others. Raises nothing but cancellation, and UsageError where this process may open no
+        further connection.
         """
         try:
             async with self._http.post(f"{self.url}/generate", data=request.to_json()) as response:
@@ -132,6 +146,8 @@ class Client:
                 if response.status != 200:
                     return http_failure(response.status, _message(data))
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            if (limit := own_limit(error)) is not None:
+                raise limit from error
             # A server that took the prompt and is silent may choke on it; that counts. One that
             # could not be reached says nothing of the prompt.
             is_unreached = isinstance(error, aiohttp.ConnectionTimeoutError)
@@ -162,14 +178,15 @@ class Client:
             async with self._http.post(
                 f"{self.url}/abort_request",
                 data=orjson.dumps({"rid": rid}),
-                timeout=aiohttp.ClientTimeout(total=2.0),
+                timeout=aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S),
             ):
                 pass
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             pass
 
     async def facts(self) -> ServerFacts:
-        """What the server is. Raises ServerUnreachable, PluginError for another kind of server."""
+        """What the server is. Raises ServerUnreachable, BadAddress, PluginError for another kind of
+        server."""
         model = await self._get("/model_info")
         info = await self._get("/server_info")
         try:
@@ -193,10 +210,14 @@ class Client:
             ) from error
 
     async def is_answering(self) -> bool:
-        """Whether the server answers at all. Asks nothing of its model."""
+        """Whether the server answers at all; if not, `silence` says why. Asks nothing of its model.
+
+        Raises BadAddress where waiting cannot help.
+        """
         try:
             await self._get("/model_info", timeout_s=5.0)
-        except ServerUnreachable:
+        except ServerUnreachable as error:
+            self.silence = str(error)
             return False
         except PluginError:
             return True  # whatever it is: what it answers is told by `facts`
@@ -247,15 +268,13 @@ class Client:
                         )
                     )
                 if response.status == 503:
-                    raise ServerUnreachable(f"{self.url} is starting or shutting down (503)")
+                    raise ServerUnreachable(f"{self.url} is starting or shutting down (503).")
                 if response.status != 200:
                     raise PluginError(
                         f"{self.url}{path} answers {response.status}: not a SGLang server?"
                     )
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise ServerUnreachable(f"{self.url}: {transport_problem(error)}") from error
-        except ValueError as error:
-            raise ServerUnreachable(f"{self.url} is no address of a server: {error}") from error
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+            raise await self._unreached(error) from error
         if not is_whole:
             raise PluginError(
                 f"{self.url}{path} answers with more than {amount(MAX_INFO_BYTES)}: "
@@ -265,6 +284,18 @@ class Client:
             return object_of(data)
         except FieldError as error:
             raise PluginError(f"{self.url}{path}: {error}. Not a SGLang server?") from error
+
+    async def _unreached(self, error: Exception) -> ExtractorError:
+        """What it means that a question was not answered."""
+        if (limit := own_limit(error)) is not None:
+            return limit
+        if (problem := await lasting_problem(self.url, error)) is not None:
+            return BadAddress(problem)
+        if isinstance(error, aiohttp.ClientConnectorDNSError):
+            what = f"the host name of {self.url} cannot be resolved ({detail_of(error)}): check it"
+        else:
+            what = f"no server answers at {self.url} ({transport_problem(error)})"
+        return ServerUnreachable(f"{what}.{about_proxies()}")
 
     @property
     def _http(self) -> aiohttp.ClientSession:
@@ -290,7 +321,7 @@ async def clients_of(
 async def wait_until_answering(
     clients: Sequence[Client], *, timeout_s: float, poll_s: float = 0.5
 ) -> bool:
-    """Whether any of the servers answered within `timeout_s`."""
+    """Whether any of the servers answered within `timeout_s`. Raises BadAddress of one at once."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not any(await asyncio.gather(*(client.is_answering() for client in clients))):

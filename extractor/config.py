@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from ipaddress import ip_address
+from os.path import realpath
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -218,7 +221,8 @@ class RunOptions:
         # As the clients write them, so that two spellings are one.
         urls = tuple(url.rstrip("/") for url in self.server_urls)
         object.__setattr__(self, "server_urls", urls)
-        if self.out.resolve().is_relative_to(self.dump_root.resolve()):
+        # Not `Path.resolve`: it raises for links that lead in a circle, which are told later.
+        if Path(realpath(self.out)).is_relative_to(realpath(self.dump_root)):
             raise UsageError(
                 f"--out {self.out} lies in the dump directory {self.dump_root}, which is cleaned "
                 "of what is no dump of a live server; name another"
@@ -269,13 +273,48 @@ def require_url(url: str) -> None:
     """Raise UsageError unless `url` is a server's address as we take it."""
     try:
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 0) >= 0
-    except ValueError:  # a port that is none
+        is_good = parts.scheme in ("http", "https") and is_host(parts.hostname or "")
+        is_good = is_good and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:  # a port that is none, half of a pair of brackets
         is_good = False
-    if not is_good:
-        raise UsageError(f"--server {url!r}: write it as http://HOST:PORT")
-    if "@" in parts.netloc:  # not repeated: it may hold a password
+    if "@" in url.partition("//")[2].partition("/")[0]:  # not repeated: it may hold a password
         raise UsageError("--server: no user or password in the address; EXTRACTOR_API_KEY is sent")
+    if not is_good:
+        raise UsageError(
+            f"--server {url!r}: write it as http://HOST:PORT, HOST being a name, an IPv4 address, "
+            "or an IPv6 address in brackets"
+        )
+
+
+def is_host(name: str) -> bool:
+    """Whether `name` may be a host's name or IP address.
+
+    >>> [is_host(name) for name in ("::1", "10.0.0.7", "gpu-1.lan", "256.1.1.1", "-x-", "a b", "")]
+    [True, True, True, False, False, False, False]
+    """
+    try:
+        ip_address(name)
+        return True
+    except ValueError:
+        pass
+    try:
+        labels = name.encode("idna").decode().removesuffix(".").split(".")
+    except UnicodeError:  # empty or too long a label
+        return False
+    # A last label of digits is that of an IPv4 address, and then of a wrong one.
+    return all(map(_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
+
+
+def url_host(name: str) -> str:
+    """A host as a URL has it.
+
+    >>> url_host("::1"), url_host("gpu-1")
+    ('[::1]', 'gpu-1')
+    """
+    return f"[{name}]" if ":" in name else name
+
+
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?", re.IGNORECASE)
 
 
 def _option_of(name: str) -> str:

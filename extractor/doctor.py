@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from extractor import __version__
 from extractor.client import Client
 from extractor.collect import Rank
-from extractor.errors import SpaceError, exit_code
+from extractor.errors import UsageError, exit_code, message_of
 from extractor.files import free_bytes
 from extractor.headroom import headroom
 from extractor.leftovers import find_leftovers, find_waiting, remove_leftovers
@@ -24,6 +24,7 @@ from extractor.preflight import (
     limits_of,
     manifest_warning,
     prepare_out,
+    require_directory,
     require_dump_directory,
     require_plugin,
     require_probe,
@@ -136,7 +137,7 @@ async def _try(
     except Exception as error:
         if exit_code(error) is None:
             raise
-        return Check(name=name, problem=str(error)), None
+        return Check(name=name, problem=message_of(error)), None
     return Check(name=name, problem=None, detail=describe(result)), result
 
 
@@ -161,12 +162,16 @@ def _versions() -> Check:
 
 
 def _open_files() -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+    # A run raises its soft limit to the hard one by itself.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
         return Check(
-            name="open files", problem=f"at most {soft} are allowed; run `ulimit -n {LEAST_FILES}`"
+            name="open files",
+            problem=f"at most {hard} are allowed; raise the limit (`ulimit -n {LEAST_FILES}`)",
         )
-    return Check(name="open files", problem=None, detail=f"up to {soft}")
+    return Check(
+        name="open files", problem=None, detail=f"up to {hard}" if hard > 0 else "no limit"
+    )
 
 
 def _out(out: Path) -> str:
@@ -174,17 +179,21 @@ def _out(out: Path) -> str:
     if nearest == out:
         prepare_out(out)
     elif not os.access(nearest, os.W_OK):
-        raise SpaceError(f"{nearest} is not writable; name another --out")
+        raise UsageError(f"{nearest} is not writable; name another --out")
     warning = manifest_warning(nearest)
     return f"{out}: {amount(free_bytes(nearest))} free" + (f"; {warning}" if warning else "")
 
 
 def _dump_root(root: Path) -> Check:
-    if not root.exists():
-        return Check(
-            name="dump root",
-            problem=f"{root} does not exist: no server with the plugin was ever started for it",
-        )
+    try:
+        require_directory(root, option="--dump-dir")
+        if not root.exists():
+            return Check(
+                name="dump root",
+                problem=f"{root} does not exist: no server with the plugin was ever started for it",
+            )
+    except (OSError, UsageError) as error:
+        return Check(name="dump root", problem=message_of(error))
     return Check(name="dump root", problem=None, detail=f"{root}: {amount(free_bytes(root))} free")
 
 

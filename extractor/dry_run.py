@@ -20,8 +20,9 @@ from extractor.client import Client, clients_of
 from extractor.concurrency import MOST_LIMIT
 from extractor.config import Layout, RunOptions
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, boundaries_of
-from extractor.errors import PluginError, ServerUnreachable, UsageError
+from extractor.errors import BadDumpDir, PluginError, ServerUnreachable, UsageError
 from extractor.files import free_bytes
+from extractor.fleet import require_connections
 from extractor.forecast import Forecast, Speed, forecast_document, forecast_text
 from extractor.inputs import scan_prompts
 from extractor.places import LIGHT_BYTES, num_places
@@ -88,6 +89,7 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
 
     Raises InputError, TokenizerError, UsageError, ConfigMismatch.
     """
+    require_connections(options.concurrency, num_servers=len(options.server_urls))
     concurrency = options.concurrency or PROBE_CONCURRENCY
     if settled := _settled_in(options.out):
         reporter.note(
@@ -132,7 +134,7 @@ async def _surroundings(
         found = await require_targets(clients, options, note=reporter.note)
     except ServerUnreachable:
         return _without_server(options)
-    except PluginError as error:
+    except (PluginError, BadDumpDir) as error:
         return _Surroundings(tokenizer=await _tokenizer(options, clients), why_no_speed=str(error))
     targets = tuple(target for target in found if target is not None)
     return _Surroundings(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from extractor.config import DEFAULT_DUMP_ROOT
+from extractor.config import DEFAULT_DUMP_ROOT, is_host, url_host
 from extractor.errors import UsageError
 from server_patch import settings as plugin
 
@@ -84,6 +84,10 @@ class ServeOptions:
             raise UsageError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).is_dir():
             raise UsageError(f"--model {self.model}: no such folder")
+        if not is_host(self.host):
+            raise UsageError(
+                f"--host {self.host!r}: write a name or an IP address, without brackets"
+            )
         if not self.layers.strip():
             raise UsageError("--layers is empty: write eagle3, or a list such as 3,31,59")
         # The plugin's own parser, here rather than in the server's log minutes later.
@@ -94,8 +98,8 @@ class ServeOptions:
 
     @property
     def url(self) -> str:
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host}:{self.port}"
+        loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        return f"http://{url_host(loopback.get(self.host, self.host))}:{self.port}"
 
     def plugin_environment(self, *, boot_id: str) -> dict[str, str]:
         """The variables that switch the plugin on."""

@@ -2,9 +2,11 @@
 
 ```
 ExtractorError
-├── UsageError          exit 2   the command, a file or the configuration; a person must change it
+├── UsageError          exit 2   the command, a file, a limit or a right; a person must change it
 │   ├── ConfigMismatch           the output directory holds another run's data
 │   ├── OutputBusy               another process writes the output directory
+│   ├── BadAddress               the server's address cannot work: its host, HTTP or TLS
+│   ├── BadDumpDir               no server ever dumped under the --dump-dir that was named
 │   └── MissingExtra             a package of an optional extra is not installed
 ├── ServerError         exit 3   the server or its plugin; rows stay resumable
 │   ├── ServerUnreachable
@@ -18,14 +20,20 @@ ExtractorError
 ```
 
 The leaf packages keep a class of their own each (`LEAF_ERRORS`), mapped to exit codes here.
+
+A failed system call becomes a SpaceError or a UsageError by `manifest.causes`, the table of errnos.
+One that is not in the table is a UsageError with its own name where it concerns the files of a data
+set: status 1 would read as "finished, with failed rows", and 3 or 4 would invite a scheduler to try
+again what nobody has looked at. Anywhere else it is a defect, with a traceback.
 """
 
 from __future__ import annotations
 
-import errno
+import os
 from pathlib import Path
 from typing import Final
 
+from manifest.causes import AMBIGUOUS_ERRNOS, CAUSES, cause_of, named
 from manifest.errors import ManifestError, ManifestSpaceError
 from prompts.types import InputError, TokenizerError
 from server_patch.dump_format import DumpFormatError
@@ -52,6 +60,14 @@ class ConfigMismatch(UsageError):
 
 class OutputBusy(UsageError):
     """Another live process holds the output directory."""
+
+
+class BadAddress(UsageError):
+    """The server's address cannot work, however long one waits: its host, HTTP or TLS."""
+
+
+class BadDumpDir(UsageError):
+    """No server ever dumped under the --dump-dir that was named, or it cannot be read."""
 
 
 class MissingExtra(UsageError):
@@ -115,32 +131,28 @@ LEAF_ERRORS: Final[tuple[tuple[type[Exception], int], ...]] = (
     (DumpFormatError, 1),
 )
 
-_SPACE_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
-_FORBIDDEN_ERRNOS: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
-#: The path's own fault, where it is somebody's to name; else it is the disk's.
-NO_SUCH_PATH_ERRNOS: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
-_GO_ON: Final = "Nothing that is stored is lost"
 
+def storage_error(error: OSError, *, where: Path | None = None) -> ExtractorError:
+    """What a failed operation on files means to their owner.
 
-def is_out_of_space(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in _SPACE_ERRNOS
-
-
-def storage_error(error: OSError, *, where: Path) -> ExtractorError:
-    """What a failed operation on the files of a data set means to its owner."""
-    if is_out_of_space(error):
-        return SpaceError(
-            f"{where}: no space left. {_GO_ON}: free space and run the same command again."
-        )
-    if error.errno in _FORBIDDEN_ERRNOS:
-        return UsageError(
-            f"{where}: cannot be written ({error.strerror}). {_GO_ON}: make it writable and run "
-            "the same command again, or name another --out."
-        )
-    return SpaceError(
-        f"{where}: the disk fails ({error}). {_GO_ON}: see to the disk and run the same command "
-        "again."
+    `where`: what was worked on, for errors that do not name a file.
+    """
+    if isinstance(error.filename, str | bytes | Path) and error.filename:
+        where = Path(os.fsdecode(error.filename))
+    place = "" if where is None else f"{where}: "
+    cause = cause_of(error.errno)
+    kind = SpaceError if cause.is_storage else UsageError
+    return kind(
+        f"{place}{cause.what} ({named(error.errno, error.strerror or str(error))}). Nothing that "
+        f"is stored is lost: {cause.advice}, and run the same command again."
     )
+
+
+def message_of(error: BaseException) -> str:
+    """The text to show for an error that has an exit code."""
+    if isinstance(error, OSError) and not isinstance(error, ExtractorError):
+        return str(storage_error(error))
+    return str(error)
 
 
 def exit_code(error: BaseException) -> int | None:
@@ -150,12 +162,9 @@ def exit_code(error: BaseException) -> int | None:
     for leaf, code in LEAF_ERRORS:
         if isinstance(error, leaf):
             return code
-    if is_out_of_space(error):
-        return SpaceError.exit_code
-    if isinstance(error, PermissionError | FileNotFoundError | IsADirectoryError):
-        return UsageError.exit_code
-    if isinstance(error, OSError) and error.errno in NO_SUCH_PATH_ERRNOS:
-        return UsageError.exit_code
+    if isinstance(error, OSError) and error.errno in CAUSES:
+        if error.filename is not None or error.errno not in AMBIGUOUS_ERRNOS:
+            return storage_error(error).exit_code
     return None
 
 

@@ -72,6 +72,18 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     sync_directory(path.parent)
 
 
+def dangling_link(path: Path) -> Path | None:
+    """The first part of `path` that is a link to nothing; None when there is none. Raises OSError
+    for a link that cannot be followed."""
+    for part in (*reversed(path.parents), path):
+        if part.is_symlink():
+            try:
+                part.stat()
+            except FileNotFoundError:
+                return part
+    return None
+
+
 def unlink_all(paths: Iterable[Path]) -> None:
     """Remove files, those that are still there."""
     for path in paths:

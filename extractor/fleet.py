@@ -23,7 +23,14 @@ from extractor.collect import Rank
 from extractor.collector import Collected
 from extractor.concurrency import MOST_LIMIT, Auto, Fixed, Limiter
 from extractor.config import Layout, RunOptions
-from extractor.errors import ExtractorError, ServerError, ServerGone, ServerUnreachable, first_known
+from extractor.errors import (
+    ExtractorError,
+    ServerError,
+    ServerGone,
+    ServerUnreachable,
+    UsageError,
+    first_known,
+)
 from extractor.exchange import Exchange, Unanswered
 from extractor.measurements import Counters, ServerNow
 from extractor.plan import Limits
@@ -39,8 +46,9 @@ from manifest.records import Moved
 from manifest.states import Event, Reason
 from prompts.types import Prompt
 
-#: Files that a run has open beside its connections.
-OTHER_FILES = 256
+#: Files that a run has open beside the connections for prompts: some 20, two for each mover, four
+#: for each process that tokenises, and connections to ask how a server does.
+OTHER_FILES = 128
 #: Between two looks whether a server that is away has come back.
 RETURN_PAUSE_S = 2.0
 
@@ -372,16 +380,32 @@ class Fleet:
             self._resized(room)
 
 
-def connections_each(num_servers: int) -> int:
-    """Connections to each server that this process may have open.
+def require_connections(concurrency: int | None, *, num_servers: int) -> None:
+    """Raise UsageError where this process may not open as many connections as were asked for."""
+    if concurrency is None:
+        return
+    most = connections_each(num_servers, wanted=concurrency)
+    if concurrency > most:
+        each = "" if num_servers == 1 else f" with each of {num_servers} servers"
+        needed = concurrency * num_servers + OTHER_FILES
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise UsageError(
+            f"--concurrency {concurrency}{each} needs {needed:,} open files, and the hard limit of "
+            f"this process is {limit:,}. Raise it (`ulimit -Hn {needed}` as root, LimitNOFILE of a "
+            f"service, --ulimit nofile of a container), or use --concurrency {most} or less."
+        )
+
+
+def connections_each(num_servers: int, *, wanted: int = MOST_LIMIT) -> int:
+    """Connections to each server that this process may have open, up to `wanted`.
 
     Its limit of open files is raised as far as that takes and the system allows.
     """
-    needed = MOST_LIMIT * num_servers + OTHER_FILES
+    needed = wanted * num_servers + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY:
-        return MOST_LIMIT
-    return min(MOST_LIMIT, max(1, (soft - OTHER_FILES) // num_servers))
+        return wanted
+    return min(wanted, max(1, (soft - OTHER_FILES) // num_servers))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from extractor.errors import OutputBusy, UsageError
+from extractor.errors import ExtractorError, OutputBusy, storage_error
 from extractor.writers import is_same_process, pid_namespace, process_start_ticks
+from manifest.causes import NO_LOCKS_ERRNOS
 
 LOCK_NAME = ".lock"
 
@@ -18,15 +20,13 @@ LOCK_NAME = ".lock"
 def exclusive(out: Path) -> Iterator[None]:
     """Hold `out` for this process; the kernel lets go of it however the process ends.
 
-    Raises OutputBusy naming the process that holds it, UsageError where nothing can be written.
+    Raises OutputBusy naming the process that holds it, UsageError where nothing can be written or
+    locked, SpaceError.
     """
     try:
         descriptor = os.open(out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UsageError(
-            f"{out} cannot be written ({error.strerror}). Nothing was changed: name a directory "
-            "that this user can write, or make this one so."
-        ) from error
+        raise storage_error(error, where=out) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,6 +38,8 @@ def exclusive(out: Path) -> Iterator[None]:
                 f"{out} is being written by process {holder}. "
                 "Wait for it, stop it, or use another --out."
             ) from None
+        except OSError as error:
+            raise _without_locks(out, error) from error
         os.ftruncate(descriptor, 0)
         start_ticks, namespace = process_start_ticks(os.getpid()), pid_namespace()
         os.pwrite(descriptor, f"{os.getpid()} {start_ticks} {namespace}".encode(), 0)
@@ -48,6 +50,14 @@ def exclusive(out: Path) -> Iterator[None]:
                 os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
+
+
+def _without_locks(out: Path, error: OSError) -> ExtractorError:
+    # Whatever the file system says instead: a lock is what it does not give.
+    if error.errno not in NO_LOCKS_ERRNOS:
+        return storage_error(error, where=out)
+    number = errno.ENOLCK
+    return storage_error(OSError(number, os.strerror(number)), where=out)
 
 
 def writer_of(out: Path) -> int | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from extractor.config import url_host
 from extractor.errors import MissingExtra, UsageError
 from extractor.measurements import Counters
 from manifest.states import Reason
@@ -66,7 +67,7 @@ class MetricsServer:
                 f"--metrics-port {port}: cannot listen on {host} ({error.strerror}). Nothing was "
                 "started: name another port (0 takes a free one) or --metrics-host."
             ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.url = f"http://{url_host(host)}:{self._server.server_port}/metrics"
 
     def __enter__(self) -> MetricsServer:
         return self

@@ -24,6 +24,7 @@ from extractor.reconcile import OpenShard
 from extractor.retry import Failure
 from extractor.shard_format import sample_bytes, samples_expected
 from extractor.shards import ShardSettings, ShardWriter
+from extractor.signals import to_its_end
 from manifest.owner import StoreOwner
 from manifest.records import Moved, Row, Shard, Stored
 from manifest.states import Event
@@ -140,8 +141,9 @@ class Mover:
             if seal and self._writer is not None:
                 await self._finish(self._writer)
         finally:
-            # Before closing the file: a cancelled run may have left the thread at work on it.
-            self._threads.shutdown(wait=True)
+            # Before closing the file: a cancelled run may have left the thread at work on it. While
+            # it is, nobody else may have the directory; a disk that never answers ends us.
+            await to_its_end(asyncio.to_thread(self._threads.shutdown))
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from extractor.config import Layout, RunOptions
 from extractor.copying import SampleFault, check_tokens, tensor_bytes
 from extractor.engine import boundaries_of
 from extractor.errors import (
-    NO_SUCH_PATH_ERRNOS,
     ConfigMismatch,
     PluginError,
     ServerLost,
@@ -31,7 +31,7 @@ from extractor.errors import (
     UsageError,
     storage_error,
 )
-from extractor.files import file_system_type, free_bytes
+from extractor.files import dangling_link, file_system_type, free_bytes
 from extractor.headroom import MEMORY_FILE_SYSTEMS, headroom
 from extractor.plan import PROBE_SESSION, RID_PREFIX, Limits, Request, dump_bytes, make_rid
 from extractor.retry import Failure
@@ -73,16 +73,18 @@ class Target:
 
 
 async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
-    """The server's own account of itself. Raises ServerUnreachable with what to do."""
+    """The server's own account of itself. Raises ServerUnreachable and BadAddress with what to
+    do."""
     if not await wait_until_answering([client], timeout_s=wait_s):
-        raise unreachable([client.url])
+        raise unreachable([client])
     return await client.facts()
 
 
-def unreachable(urls: Sequence[str]) -> ServerUnreachable:
-    """What to say where no server answers."""
+def unreachable(clients: Sequence[Client]) -> ServerUnreachable:
+    """The error for when none of the servers answers, with the reason that each had last."""
+    reasons = " ".join(client.silence for client in clients)
     return ServerUnreachable(
-        f"no server answers at {', '.join(urls)}. Start one with `extractor serve --model …`, "
+        f"{reasons} Start one with `extractor serve --model …`, "
         "name another with --server, or give --model to let `extractor run` start it. "
         "(A server that is still loading: --server-wait SECONDS.)"
     )
@@ -319,7 +321,8 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
 
 
 def require_dump_directory(ranks: Sequence[Rank]) -> None:
-    """See that we may read, create and remove files beside the dumps. Raises UsageError."""
+    """See that we may read, create and remove files beside the dumps. Raises UsageError,
+    SpaceError."""
     for rank in ranks:
         # One name for all clients: what a killed one leaves is removed by the next.
         trial = rank.directory / ".tmp-client"
@@ -327,6 +330,8 @@ def require_dump_directory(ranks: Sequence[Rank]) -> None:
             trial.write_bytes(b"")
             trial.unlink(missing_ok=True)
         except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise storage_error(error, where=rank.directory) from error
             raise UsageError(
                 f"{rank.directory}: this user cannot create and remove files there ({error}). "
                 "Run as the server's user, or start the server with "
@@ -351,17 +356,24 @@ def manifest_warning(out: Path) -> str | None:
     return None
 
 
+def require_directory(path: Path, *, option: str) -> None:
+    """Raise UsageError unless `path` is a directory or can become one, OSError where it cannot be
+    told."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a directory with {option}")
+    if (link := dangling_link(path)) is not None:
+        raise UsageError(
+            f"{link} is a link to {link.readlink()}, which does not exist. Make that directory "
+            f"or name another {option}"
+        )
+
+
 def prepare_out(out: Path) -> None:
     """Make the output directory and see that it can be written. Raises UsageError, SpaceError."""
     try:
-        if out.exists() and not out.is_dir():
-            raise UsageError(f"{out} is a file; name a directory with --out")
+        require_directory(out, option="--out")
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        if error.errno in NO_SUCH_PATH_ERRNOS:
-            raise UsageError(
-                f"{out}: cannot be made ({error.strerror}); name another --out"
-            ) from error
         raise storage_error(error, where=out) from error
     try:
         trial = out / ".writable"  # one name: what a killed run leaves is removed by the next

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,8 +18,11 @@ from extractor.shared_memory import (
     remove_abandoned,
     shared_memory_inodes,
 )
+from extractor.signals import patience_s, to_its_end
 
 STOP_PATIENCE_S = 15.0
+#: Of the time that a signal leaves: for the end of what is killed, and for what it leaves behind.
+KILL_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -79,13 +83,15 @@ class ServerProcess:
 
         SIGTERM goes to the root alone, so that it can stop its children in its own order.
         """
+        until = time.monotonic() + patience_s(STOP_PATIENCE_S, keep_s=KILL_S)
         children = descendants(self.pid)
         with suppress(ProcessLookupError):
             self._process.terminate()
         with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_PATIENCE_S):
+            async with asyncio.timeout(until - time.monotonic()):
                 await self._process.wait()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, children, STOP_PATIENCE_S)
+        left_s = max(0.0, until - time.monotonic())
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, left_s)
         for child in alive:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
@@ -118,18 +124,8 @@ async def started(
     try:
         yield server
     finally:
-        stopping = asyncio.create_task(server.stop(), name="server-stop")
-        is_cancelled = False
-        while not stopping.done():
-            try:
-                await asyncio.shield(stopping)
-            except asyncio.CancelledError:
-                # Whoever cannot wait gets it by force; but nothing is left behind.
-                is_cancelled = True
-                server.kill()
-        await stopping
-        if is_cancelled:
-            raise asyncio.CancelledError
+        # Whoever cannot wait gets it by force; but nothing is left behind.
+        await to_its_end(server.stop(), hurry=server.kill)
 
 
 def die_with_parent() -> None:

@@ -79,8 +79,7 @@ def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple
     try:
         return _audit_and_repair(out, progress)
     except OSError as error:
-        where = out if error.filename is None else Path(error.filename)
-        raise storage_error(error, where=where) from error
+        raise storage_error(error, where=out) from error
 
 
 def _audit_and_repair(out: Path, progress: Progress) -> tuple[Audit, Repair]:

@@ -13,8 +13,15 @@ from extractor.client import Client, clients_of
 from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.concurrency import MOST_LIMIT
 from extractor.config import Identity, RunOptions
-from extractor.errors import ServerError, ServerGone, first_known, storage_error
-from extractor.fleet import Member
+from extractor.errors import (
+    BadAddress,
+    BadDumpDir,
+    ServerError,
+    ServerGone,
+    first_known,
+    storage_error,
+)
+from extractor.fleet import Member, require_connections
 from extractor.headroom import headroom
 from extractor.inputs import reads_stdin, scan_prompts
 from extractor.live import LiveFile
@@ -116,6 +123,7 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
     then stays, and the same call goes on.
     """
+    require_connections(options.concurrency, num_servers=len(options.server_urls))
     reporter = Together(reporter)
     files = await asyncio.to_thread(_scan, options)
     prepare_out(options.out)
@@ -128,8 +136,7 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
                 async with _open_manifest(options) as owner:
                     return await _run_until_done(options, Together(reporter, live), files, owner)
     except OSError as error:
-        where = options.out if error.filename is None else Path(error.filename)
-        raise storage_error(error, where=where) from error
+        raise storage_error(error, where=options.out) from error
 
 
 async def _run_until_done(
@@ -183,7 +190,7 @@ async def _run(
     ) as clients:
         try:
             members, renderer = await _preflight(options, clients, reporter, counters)
-        except ServerError:
+        except (ServerError, BadAddress, BadDumpDir):
             if not state.is_finished or options.retry_failed:
                 raise
             reporter.note("Every row is settled already; the server was not needed.")

@@ -8,6 +8,7 @@ what to try.
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.metadata
 import os
 import random
@@ -28,7 +29,7 @@ from extractor.client import Client
 from extractor.engine import ServeOptions
 from extractor.errors import MissingExtra, PluginError, ServerError, UsageError
 from extractor.leftovers import Journal, remove_useless
-from extractor.preflight import Target, require_plugin, require_probe
+from extractor.preflight import Target, require_directory, require_plugin, require_probe
 from extractor.process import ServerProcess, started
 from extractor.writers import scan_writers
 
@@ -88,6 +89,7 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
     """
     engine_version = _engine_version()
     await _require_free_port(options)
+    require_directory(options.dump_root, option="--dump-dir")
     remove_useless(options.dump_root)
     boot_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     log_path = options.log_path or _new_log_path()
@@ -220,16 +222,23 @@ async def any_server_answers(urls: Sequence[str]) -> bool:
     return False
 
 
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listened on a moment ago.
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of `host` that nobody listened on a moment ago.
 
     Below the ports that the kernel and SGLang itself hand out: the server listens on it only
     when its model is loaded, minutes later.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", random.randint(20000, 29999)))
-            return int(probe.getsockname()[1])
+        port = random.randint(20000, 29999)
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise UsageError(f"--host {host}: cannot listen there ({error})") from error
+                continue
+            return port
 
 
 def _is_done(task: asyncio.Task[bytes]) -> Callable[[], bool]:
@@ -249,6 +258,7 @@ async def _is_listening(url: str) -> bool:
 
 
 async def _require_free_port(options: ServeOptions) -> None:
+    free_port(options.host)  # see that the address is one of this machine's
     if await _is_listening(options.url):
         raise UsageError(
             f"something listens on {options.url} already: stop it or name another --port"

@@ -43,8 +43,9 @@ from prompts.stream import read_prompts
 from prompts.types import Prompt
 
 REPORT_INTERVAL_S = 0.5
-#: After a signal, requests in flight get this long to end by themselves.
-DRAIN_S = 25.0
+#: After a signal, requests in flight get this long to end by themselves. What follows has the rest
+#: of `signals.END_S`.
+DRAIN_S = 9.0
 
 
 class Session:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
@@ -16,6 +18,8 @@ Result = TypeVar("Result")
 
 #: A person's Ctrl-C, a job scheduler's end of time, a terminal that went away.
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: From the first signal to the end of the process. Job schedulers kill after 30 s, some after 20 s.
+END_S = 18.0
 
 
 class StopHandler:
@@ -26,11 +30,23 @@ class StopHandler:
     | a run is going on (`asks_first`) | asks it to end in order |
     | it is asked already, or anything else is going on | cancels the command, which cleans up |
     | all is cleaned up, but a thread is still waited for | ends the process |
+
+    END_S after the first one `end` is called, on a thread of its own, however far the command is: a
+    disk or a server may keep it for ever.
     """
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
+    def __init__(self, task: asyncio.Task[Any], *, end: Callable[[], None] | None = None) -> None:
         self._task = task
+        self._end = end
         self._stop: asyncio.Event | None = None
+        self._first_at: float | None = None  # time.monotonic() of the first signal
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until `end`."""
+        if self._first_at is None:
+            return float("inf")
+        return max(0.0, self._first_at + END_S - time.monotonic())
 
     def install(self) -> None:
         """Handle the signals even where SIGINT was ignored, as in the background of a script."""
@@ -44,6 +60,12 @@ class StopHandler:
                 asyncio.get_running_loop().remove_signal_handler(number)
 
     def handle(self) -> None:
+        if self._first_at is None:
+            self._first_at = time.monotonic()
+            if self._end is not None:
+                timer = threading.Timer(END_S, self._end)
+                timer.daemon = True  # the command may well end before
+                timer.start()
         if self._task.done():
             # A thread cannot be stopped: an import, a long file being read.
             os._exit(Interrupted.exit_code)
@@ -65,12 +87,39 @@ class StopHandler:
 _current: ContextVar[StopHandler | None] = ContextVar("stop_handler", default=None)
 
 
-async def under_signals(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def patience_s(wanted: float, *, keep_s: float = 0.0) -> float:
+    """How long to wait for something: `wanted`, but after a signal no longer than what is left of
+    END_S without `keep_s`, which is for what comes behind."""
+    handler = _current.get()
+    return wanted if handler is None else max(0.0, min(wanted, handler.left_s - keep_s))
+
+
+async def to_its_end(
+    work: Coroutine[Any, Any, None], *, hurry: Callable[[], None] = lambda: None
+) -> None:
+    """Await `work`, which a cancellation does not break off: `hurry` is called, and the
+    cancellation raised when the work is done."""
+    task = asyncio.create_task(work)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            is_cancelled = True
+            hurry()
+    await task
+    if is_cancelled:
+        raise asyncio.CancelledError
+
+
+async def under_signals(
+    coroutine: Coroutine[Any, Any, Result], *, end: Callable[[], None] | None = None
+) -> Result:
     """Await `coroutine`, whose task the signals cancel. For the whole of a command: the handler
-    stays until its event loop is closed."""
+    stays until its event loop is closed. `end`: ends the process, END_S after the first signal."""
     task = asyncio.current_task()
     assert task is not None
-    handler = StopHandler(task)
+    handler = StopHandler(task, end=end)
     handler.install()
     _current.set(handler)
     return await coroutine

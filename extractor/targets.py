@@ -35,7 +35,7 @@ async def require_targets(
     """Each server's target; None for one that does not answer, while another does.
 
     Waits up to `--server-wait` until one answers. Raises ServerUnreachable when none does,
-    whatever `require_target` raises of one, ConfigMismatch when two are not alike.
+    BadAddress, whatever `require_target` raises of one, ConfigMismatch when two are not alike.
     """
     await wait_until_answering(clients, timeout_s=options.server_wait_s)
     found = await asyncio.gather(
@@ -51,14 +51,13 @@ async def require_targets(
             targets.append(outcome)
     answering = [target for target in targets if target is not None]
     if not answering:
-        raise unreachable([client.url for client in clients])
+        raise unreachable(clients)
     for one, other in itertools.combinations(answering, 2):
         require_alike(one, other)
     for client, target in zip(clients, targets, strict=True):
         if target is None:
             note(
-                f"warning: no server answers at {client.url}: the run begins without it, and uses "
-                "it when one does",
+                f"warning: {client.silence} The run begins without it, and uses it when it answers",
                 event="server_lost",
                 level="warning",
                 server=client.url,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -12,11 +13,15 @@ from typing import Any, TypeVar
 import click
 import orjson
 
+from extractor import signals
 from extractor.errors import Interrupted
 from extractor.log_line import asks_for_objects, log_line
 from extractor.signals import under_signals
 
 Result = TypeVar("Result")
+
+#: For the last message of a process that is ended.
+TELL_S = 0.5
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -40,9 +45,27 @@ def tell_error(
         otherwise()
 
 
+def _end_process() -> None:
+    """End the process, whatever its threads and children are doing: as safe as being killed."""
+    code = Interrupted.exit_code
+    message = (
+        f"ended {signals.END_S:.0f} s after the signal, with work under way; what was not durable "
+        "yet is done again by the same command"
+    )
+
+    def tell() -> None:
+        tell_error(message, exit_status=code, otherwise=lambda: note(f"extractor: {message}"))
+
+    # On a thread: what the message would wait for may be what all the rest waits for.
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    teller.join(TELL_S)
+    os._exit(code)
+
+
 def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted."""
     try:
-        return asyncio.run(under_signals(coroutine))
+        return asyncio.run(under_signals(coroutine, end=_end_process))
     except asyncio.CancelledError:
         raise Interrupted("interrupted") from None

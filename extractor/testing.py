@@ -14,6 +14,7 @@ import asyncio
 import os
 import secrets
 import signal
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import numpy.typing as npt
 import orjson
 from aiohttp import web
 
-from extractor.config import Layout
+from extractor.config import Layout, url_host
 from extractor.plan import PROBE_SESSION, RID_PREFIX
 from extractor.writers import process_start_ticks
 from server_patch.dump_format import (
@@ -190,8 +191,10 @@ class FakeServer:
         self.url = ""
 
     @asynccontextmanager
-    async def running(self, *, port: int = 0) -> AsyncIterator[Self]:
-        """Serve on 127.0.0.1; `url` is set inside the block."""
+    async def running(
+        self, *, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> AsyncIterator[Self]:
+        """Serve HTTP, or HTTPS with `tls`; `url` is set inside the block."""
         app = web.Application(client_max_size=1 << 30)
         app.add_routes(
             [
@@ -206,18 +209,18 @@ class FakeServer:
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
         await self._runner.setup()
         try:
-            site = web.TCPSite(self._runner, "127.0.0.1", port)
+            site = web.TCPSite(self._runner, host, port, ssl_context=tls)
             await site.start()
             bound = self._runner.addresses[0][1]
-            self.url = f"http://127.0.0.1:{bound}"
-            self._announce(bound)
+            self.url = f"{'http' if tls is None else 'https'}://{url_host(host)}:{bound}"
+            self._announce(host, bound)
             yield self
         finally:
             for copy in self._copies:
                 copy.cancel()
             await self._runner.cleanup()
 
-    def _announce(self, port: int) -> None:
+    def _announce(self, host: str, port: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         pid = os.getpid()
         start_ticks = process_start_ticks(pid)
@@ -232,7 +235,7 @@ class FakeServer:
             started_at="1970-01-01T00:00:00+00:00",
             plugin_version="fake",
             engine_version="fake",
-            host="127.0.0.1",
+            host=host,
             port=port,
             model_path=self.model.model_path,
             architecture="FakeForCausalLM",
@@ -502,7 +505,11 @@ async def _serve(options: argparse.Namespace) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with server.running(port=options.port):
+    tls = None
+    if options.tls is not None:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(options.tls)
+    async with server.running(host=options.host, port=options.port, tls=tls):
         print(server.url, flush=True)
         await stop.wait()
 
@@ -515,6 +522,10 @@ def main() -> None:
     )
     parser.add_argument(
         "--dump-root", type=Path, required=True, help="what `extractor run` calls --dump-dir"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--tls", type=Path, metavar="PEM", help="serve HTTPS with this certificate and its key"
     )
     parser.add_argument("--port", type=int, default=0, help="0 (default) takes a free one")
     parser.add_argument("--chunk-tokens", type=int, default=0, help="most rows of a piece")

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
+from os.path import realpath
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
+
 from extractor.collect import Rank
-from extractor.errors import PluginError
+from extractor.config import DEFAULT_DUMP_ROOT
+from extractor.errors import BadDumpDir, ExtractorError, PluginError, storage_error
+from manifest.causes import LIMIT_ERRNOS
 from server_patch.dump_format import (
     FAILED_NAME,
     READY_NAME,
@@ -18,6 +25,7 @@ from server_patch.dump_format import (
     Ready,
     decode_ready,
 )
+from server_patch.settings import DUMP_DIR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,8 @@ def scan_writers(root: Path) -> Writers:
                 document = json.loads((directory / FAILED_NAME).read_bytes())
                 failed.append(FailedWriter(directory=directory, reason=str(document["reason"])))
         except (OSError, DumpFormatError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno in LIMIT_ERRNOS:
+                raise
             unreadable.append(f"{directory}: {error}")
     return Writers(
         root=root,
@@ -91,8 +101,8 @@ def process_start_ticks(pid: int) -> int | None:
     """Field 22 of /proc/<pid>/stat; None when there is no such process or it is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None  # any other error says nothing of that process
     # The second field, the command, may hold spaces and parentheses: count from its end.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
@@ -101,13 +111,15 @@ def process_start_ticks(pid: int) -> int | None:
 def ranks_of(
     writers: Writers, *, url: str, model_path: str, others: Sequence[str] = ()
 ) -> tuple[Rank, ...]:
-    """All data-parallel ranks of the server at `url`. Raises PluginError with what to do.
+    """All data-parallel ranks of the server at `url`. Raises PluginError, BadDumpDir with what to
+    do.
 
-    The port tells servers of one host apart. Behind a tunnel or a container's port mapping the
-    port differs; then the only live server with that model is taken, and the probe proves it.
+    The port tells servers of one host apart, and the address those of one port. Behind a tunnel or
+    a container's port mapping the port differs; then the only live server with that model is taken,
+    and the probe proves it.
     `others`: addresses of other servers, whose ports are theirs.
     """
-    port = urlsplit(url).port
+    port, host = urlsplit(url).port, urlsplit(url).hostname
     taken = {urlsplit(other).port for other in others}
     same_port = [rank for rank in writers.alive if rank.ready.port == port]
     same_model = [
@@ -115,9 +127,10 @@ def ranks_of(
         for rank in writers.alive
         if rank.ready.model_path == model_path and rank.ready.port not in taken
     ]
-    boots = {rank.ready.boot_id for rank in same_port or same_model}
+    same_address = [rank for rank in same_port if _is_same_host(rank.ready.host, host)]
+    boots = {rank.ready.boot_id for rank in same_address or same_port or same_model}
     if not boots:
-        raise PluginError(_absent(writers, url))
+        raise _absent(writers, url)
     if len(boots) > 1:
         raise PluginError(
             f"several live servers dump under {writers.root} and none is known to be the one at "
@@ -142,23 +155,76 @@ def _require_whole(ranks: Sequence[Rank], writers: Writers) -> None:
         )
 
 
-def _absent(writers: Writers, url: str) -> str:
+def _is_same_host(one: str, other: str | None) -> bool:
+    try:
+        return ip_address(one) == ip_address(other or "")
+    except ValueError:
+        return one == other
+
+
+def _absent(writers: Writers, url: str) -> ExtractorError:
+    """Why no writer under the dump root is of the server at `url`.
+
+    The environment of the server's process says where it dumps, where it can be read. Else a
+    directory under which no server ever announced itself is a wrong --dump-dir, unless it is the
+    default, which nobody named.
+    """
+    root = writers.root
+    try:
+        os.scandir(root).close()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno in LIMIT_ERRNOS:
+            return storage_error(error)
+        return BadDumpDir(
+            f"--dump-dir {root} cannot be read ({error.strerror}). Name the directory that the "
+            "server's plugin dumps under (its SGLANG_HS_DUMP_DIR)."
+        )
+    dumps_at = _dump_root_of_server(url)
+    if dumps_at is not None and realpath(dumps_at) != realpath(root):
+        return BadDumpDir(
+            f"the server at {url} dumps under {dumps_at}, not under {root}. "
+            f"Write --dump-dir {dumps_at}"
+        )
     if writers.failed:
         reasons = "; ".join(
             f"{failed.directory.name}: {failed.reason}" for failed in writers.failed
         )
-        return f"the plugin of a server under {writers.root} gave up: {reasons}"
+        return PluginError(f"the plugin of a server under {root} gave up: {reasons}")
     if writers.unreadable:
-        return "cannot read what the plugin announced: " + "; ".join(writers.unreadable)
+        return PluginError(
+            "cannot read what the plugin announced: " + "; ".join(writers.unreadable)
+        )
     if writers.dead:
-        return (
-            f"the server(s) that announced themselves under {writers.root} are dead "
+        return PluginError(
+            f"the server(s) that announced themselves under {root} are dead "
             f"(pid {', '.join(str(rank.ready.pid) for rank in writers.dead)}), and the one at "
             f"{url} did not. Start it with `extractor serve`, or with SGLANG_HS_DUMP_DIR set."
         )
-    return (
-        f"the server at {url} has no plugin that dumps under {writers.root}. "
+    if not writers.alive and root != DEFAULT_DUMP_ROOT and dumps_at is None:
+        state = "holds no server's dumps" if root.exists() else "does not exist"
+        return BadDumpDir(
+            f"--dump-dir {root} {state}. Name the directory that the plugin of the server at {url} "
+            "dumps under; or, if that server has no plugin, start it with `extractor serve "
+            f"--model … --dump-dir {root}`, or with SGLANG_HS_DUMP_DIR={root}."
+        )
+    return PluginError(
+        f"the server at {url} has no plugin that dumps under {root}. "
         "Start it with `extractor serve --model …`; or install hidden-state-extractor in the "
-        f"server's environment and set SGLANG_HS_DUMP_DIR={writers.root} for it; or name its "
+        f"server's environment and set SGLANG_HS_DUMP_DIR={root} for it; or name its "
         "directory with --dump-dir."
     )
+
+
+def _dump_root_of_server(url: str) -> str | None:
+    """The dump root in the environment of the process that listens on the port of `url`; None
+    where there is none here or it cannot be seen."""
+    parts = urlsplit(url)
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == parts.port:
+                if connection.pid is not None:
+                    environment = psutil.Process(connection.pid).environ()
+                    return environment.get(DUMP_DIR) or None
+    return None

@@ -8,13 +8,19 @@ Its cost, one fsync a commit, is shared by everything that a commit holds.
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from sqlite_utils import Database
 
+from manifest.causes import LIMIT_ERRNOS, NO_LOCKS_ERRNOS, cause_of, named
 from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError
 from manifest.schema import migrations
 
@@ -80,21 +86,90 @@ def _check_version(database: Database, path: Path) -> None:
         )
 
 
+#: SQLite's result codes by prefix, the longest that fits first, as the errno that they stand for.
+_ERRNOS: Final[tuple[tuple[str, int], ...]] = (
+    ("SQLITE_FULL", errno.ENOSPC),
+    ("SQLITE_NOMEM", errno.ENOMEM),
+    ("SQLITE_IOERR_NOMEM", errno.ENOMEM),
+    ("SQLITE_IOERR_LOCK", errno.ENOLCK),
+    ("SQLITE_IOERR_RDLOCK", errno.ENOLCK),
+    ("SQLITE_IOERR_UNLOCK", errno.ENOLCK),
+    ("SQLITE_IOERR_CHECKRESERVEDLOCK", errno.ENOLCK),
+    ("SQLITE_IOERR_SHMLOCK", errno.ENOLCK),
+    ("SQLITE_IOERR_SHMMAP", errno.EOPNOTSUPP),
+    ("SQLITE_IOERR_SHMOPEN", errno.EOPNOTSUPP),
+    ("SQLITE_IOERR", errno.EIO),
+    ("SQLITE_CANTOPEN_ISDIR", errno.EISDIR),
+    ("SQLITE_CANTOPEN_SYMLINK", errno.ELOOP),
+    ("SQLITE_READONLY_DBMOVED", errno.ENOENT),
+    ("SQLITE_READONLY", errno.EACCES),
+    ("SQLITE_PERM", errno.EACCES),
+    ("SQLITE_NOLFS", errno.EFBIG),
+    ("SQLITE_TOOBIG", errno.EFBIG),
+)
+#: With them SQLite says that another process has the file, or that its locks do not work.
+_LOCKED: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")
+_DAMAGED: Final = ("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_IOERR_SHORT_READ")
+
+
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """SQLite's errors as ManifestErrors that name the file and what to do."""
+    """SQLite's errors as ManifestErrors that name the file, the cause and what to do."""
     try:
         yield
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorname", None)
-        if code == "SQLITE_FULL" or (code or "").startswith("SQLITE_IOERR"):
-            raise ManifestSpaceError(
-                f"{path}: the manifest's disk is full or failing ({error}). "
-                "Free space and run the same command again."
-            ) from error
-        if code in ("SQLITE_NOTADB", "SQLITE_CORRUPT"):
-            raise ManifestError(
-                f"{path}: not a sound manifest ({error}). "
-                "Restore it from a copy, or use a new --out."
-            ) from error
-        raise ManifestError(f"{path}: {error} ({code})") from error
+        raise _explained(error, path) from error
+
+
+def _explained(error: sqlite3.Error, path: Path) -> ManifestError:
+    code: str = getattr(error, "sqlite_errorname", None) or type(error).__name__
+    if code.startswith(_DAMAGED):
+        return ManifestError(
+            f"{path}: not a sound manifest ({error}, {code}). "
+            "Restore it from a copy, or use a new --out."
+        )
+    number = next((number for prefix, number in _ERRNOS if code.startswith(prefix)), None)
+    # Some codes hide what the system said. What it says of the place now decides.
+    now = _errno_at(path)
+    if code.startswith(_LOCKED):
+        number = now if now in (errno.ENOLCK, *LIMIT_ERRNOS) else None
+    elif code.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
+        number = now or number
+    elif number == errno.EIO and (now == errno.EFBIG or cause_of(now).is_storage):
+        number = now  # such as a quota that is used up
+    if number is None and code.startswith(_LOCKED):
+        return ManifestError(
+            f"{path}: another process has the manifest locked ({error}, {code}). "
+            "Wait for it or end it, and run the same command again."
+        )
+    if number is None:
+        return ManifestError(f"{path}: {error} ({code})")
+    cause = cause_of(number)
+    kind = ManifestSpaceError if cause.is_storage else ManifestError
+    return kind(
+        f"{path}: the manifest cannot be used: {cause.what} ({error}, {code}; {named(number)}). "
+        f"What was committed is safe: {cause.advice}, and run the same command again."
+    )
+
+
+def _errno_at(path: Path) -> int | None:
+    """What the system says to a file beside `path` that is made, locked and written at the size
+    that the manifest has; None where all goes well.
+
+    Not `path` itself: closing it would drop the locks that this process has on it.
+    """
+    try:
+        beside = path.with_name(f"{path.name}-wal")
+        sizes = [file.stat().st_size for file in (path, beside) if file.exists()]
+        descriptor = os.open(os.devnull, os.O_RDONLY)
+        os.close(descriptor)
+        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as trial:
+            try:
+                fcntl.lockf(trial, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                return errno.ENOLCK if error.errno in NO_LOCKS_ERRNOS else error.errno
+            os.pwrite(trial.fileno(), bytes(4096), max(sizes, default=0))
+            os.fsync(trial)
+    except OSError as error:
+        return error.errno
+    return None

@@ -12,4 +12,4 @@ class ManifestMissing(ManifestError):
 
 
 class ManifestSpaceError(ManifestError):
-    """The manifest's disk is full; what was committed is safe."""
+    """The manifest's disk is full or fails; what was committed is safe."""

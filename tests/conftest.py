@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +44,24 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(extractor.session, "RetryPolicy", policy)
     monkeypatch.setattr(extractor.server_watch, "RetryPolicy", policy)
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A self-signed certificate of localhost and its key, in one file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    directory = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+            "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext",
+            "subjectAltName=DNS:localhost,IP:::1", "-keyout", "key.pem", "-out", "c.pem",
+        ],
+        cwd=directory,
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    whole = directory / "both.pem"
+    whole.write_text((directory / "key.pem").read_text() + (directory / "c.pem").read_text())
+    return whole

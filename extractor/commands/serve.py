@@ -76,6 +76,7 @@ from extractor.terminal import note, run_async
 def serve_command(
     context: click.Context,
     /,
+    host: str,
     port: int,
     layers: str | None,
     last_kind: str | None,
@@ -83,10 +84,12 @@ def serve_command(
 ) -> None:
     """Start SGLang with the plugin; print its address on stdout when it is ready.
 
-    Ends when the server does, or with Ctrl-C, which stops the server's whole process tree.
+    Ends when the server does, or within 20 s of Ctrl-C or SIGTERM, which stop the server's whole
+    process tree.
     """
     options = ServeOptions(
-        port=port or free_port(),
+        port=port or free_port(host),
+        host=host,
         layers=layers or DEFAULT_LAYERS,
         last_kind=last_kind or DEFAULT_LAST_KIND,
         arguments=context.meta[SGLANG_ARGUMENTS],

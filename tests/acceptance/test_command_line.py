@@ -148,6 +148,12 @@ def test_findings_are_1(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Pa
         (["status", "nowhere"], "no manifest there"),
         (["serve", "--model", "m", "--", "--port", "1"], "give --port to `extractor serve`"),
         (["serve", "--model", "m", "--layers", "one"], "one"),
+        (["serve", "--model", "m", "--host", "256.1.1.1"], "--host '256.1.1.1'"),
+        (["serve", "--model", "m", "--host", "192.0.2.7", "--port", "0"], "cannot listen there"),
+        (["run", "p.jsonl", "--server", "http://256.1.1.1"], "an IPv6 address in brackets"),
+        (["run", "p.jsonl", "--server", "http://[::1"], "an IPv6 address in brackets"),
+        (["run", "p.jsonl", "--server", "http://host:99999"], "an IPv6 address in brackets"),
+        (["run", "p.jsonl", "--server", "http://-x-/"], "an IPv6 address in brackets"),
         (["nonsense"], "No such command"),
     ],
     ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else "",
@@ -195,13 +201,40 @@ def test_no_server_is_3_with_what_to_do(tool: Tool, prompts_path: Path) -> None:
     assert result.stdout == ""
 
 
+def test_a_wrong_dump_dir_is_2(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path) -> None:
+    elsewhere = Fake(url=fake.url, root=tmp_path / "elsewhere", process=fake.process)
+    result = tool.run(prompts_path, tmp_path / "out", elsewhere)
+    assert result.returncode == 2
+    assert "--dump-dir" in result.stderr
+    assert "elsewhere does not exist" in result.stderr
+
+
 def test_a_server_without_plugin_is_3(
     tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
 ) -> None:
-    elsewhere = Fake(url=fake.url, root=tmp_path / "elsewhere", process=fake.process)
+    """Under a directory that another server, which is dead, did dump under."""
+    with fake_server(tmp_path / "other") as other:
+        pass
+    elsewhere = Fake(url=fake.url, root=other.root, process=fake.process)
     result = tool.run(prompts_path, tmp_path / "out", elsewhere)
     assert result.returncode == 3
     assert "SGLANG_HS_DUMP_DIR" in result.stderr
+
+
+def test_a_private_certificate_is_named_and_accepted_by_its_variable(
+    tmp_path: Path, tool: Tool, dump_root: Path, certificate: Path, prompts_path: Path
+) -> None:
+    with fake_server(dump_root, "--host", "::1", "--tls", str(certificate)) as server:
+        assert server.url.startswith("https://[::1]:")
+        refused = tool.run(prompts_path, tmp_path / "out", server, "--server-wait", 3600)
+        assert refused.returncode == 2
+        assert "certificate is not trusted" in refused.stderr
+        assert "SSL_CERT_FILE" in refused.stderr
+        tool.environment = {"SSL_CERT_FILE": str(certificate)}
+        well = tool("doctor", "--server", server.url, "--dump-dir", dump_root)
+        assert well.returncode == 0, well.stdout
+        assert tool.run(prompts_path, tmp_path / "out", server).returncode == 0
+    assert_whole(tmp_path / "out", make_prompts(12))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from faults.steps import WRITING, Fault
 SMALL_IS_ENOUGH = {"extractor.preflight.LEAST_FREE_BYTES": 0}
 AMPLE_BYTES = 256 << 20
 #: What the operating system may say to a write, and what the command must end with then.
-ERRORS = {"ENOSPC": 4, "EDQUOT": 4, "EIO": 4, "EROFS": 2}
+ERRORS = {"ENOSPC": 4, "EDQUOT": 4, "EIO": 4, "ESTALE": 4, "EROFS": 2, "EFBIG": 2, "EPROTO": 2}
 
 
 # --- the output disk -----------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from extractor.errors import (
     UsageError,
     first_known,
 )
-from extractor.fleet import connections_each
+from extractor.fleet import connections_each, require_connections
 from extractor.measurements import Counters, ServerNow
 from extractor.run import RunSummary, run
 from extractor.serve import free_port
@@ -366,7 +366,10 @@ async def test_a_server_that_does_not_answer_at_the_start_is_used_when_it_does(
         await steady.has_begun_to_wait.wait()
         async with late.running(port=port):
             await running
-    assert any(f"no server answers at {url}: the run begins" in note for note in notes.messages)
+    assert any(
+        f"no server answers at {url} (cannot connect (ECONNREFUSED" in note
+        for note in notes.messages
+    )
     assert notes.of_servers == [
         ("server_lost", "warning", url),
         ("server_back", "info", url),
@@ -634,10 +637,10 @@ async def test_a_prompt_that_kills_is_not_tried_for_ever_where_a_run_may_wait(
     ("soft", "hard", "num_servers", "each", "raised"),
     [
         (1024, 4096, 1, 512, None),
-        (1024, 4096, 8, 480, 4096),
-        (1024, 1024, 8, 96, 1024),
-        (256, 256, 2, 1, 256),
-        (1024, -1, 8, 512, 8 * 512 + 256),
+        (1024, 4096, 8, 496, 4096),
+        (1024, 1024, 8, 112, 1024),
+        (128, 128, 2, 1, 128),
+        (1024, -1, 8, 512, 8 * 512 + 128),
         (-1, -1, 8, 512, None),
     ],
 )
@@ -654,3 +657,23 @@ def test_connections_fit_the_files_that_may_be_open(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_to.append(limits))
     assert connections_each(num_servers) == each
     assert set_to == ([] if raised is None else [(raised, hard)])
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "num_servers", "most"),
+    [(73, 1, 72), (5000, 1, 72), (37, 2, 36), (72, 1, None), (36, 2, None), (None, 2, None)],
+)
+def test_a_concurrency_beyond_the_files_that_may_be_open_is_refused(
+    monkeypatch: pytest.MonkeyPatch, concurrency: int | None, num_servers: int, most: int | None
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 200))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    if most is None:
+        require_connections(concurrency, num_servers=num_servers)
+        return
+    assert concurrency is not None
+    needed = concurrency * num_servers + 128
+    with pytest.raises(UsageError, match=rf"--concurrency {concurrency} .*needs {needed:,} open f"):
+        require_connections(concurrency, num_servers=num_servers)
+    with pytest.raises(UsageError, match=rf"limit of this process is 200\. .* {most} or less"):
+        require_connections(concurrency, num_servers=num_servers)

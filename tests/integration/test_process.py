@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from extractor import process
+from extractor import process, signals
 from extractor.process import started
 
 # The root dies of SIGTERM at once. Its child, which was still starting, then makes and maps what
@@ -47,3 +49,33 @@ async def test_what_a_starting_server_makes_while_it_is_stopped_is_removed_too(
                 await asyncio.sleep(0.01)
     assert "made" in log.read_text()
     assert not left.exists()
+
+
+STUBBORN = """
+import os, signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_after_a_signal_a_server_has_no_longer_than_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else this would take an hour."""
+    monkeypatch.setattr(process, "STOP_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(signals, "END_S", process.KILL_S + 0.2)
+    log = tmp_path / "log"
+
+    async def command() -> None:
+        async with started(
+            [sys.executable, "-c", STUBBORN], environment={}, log_path=log
+        ) as server:
+            while "up" not in server.log_text():  # noqa: ASYNC110 - another process writes it
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await server.wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(signals.under_signals(command()))

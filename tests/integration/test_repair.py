@@ -121,7 +121,7 @@ def test_a_data_set_on_a_read_only_mount_is_checked_and_not_repaired(
 
     monkeypatch.setattr(os, "open", open_read_only)
     assert audit(out).is_clean
-    with pytest.raises(UsageError, match=r"cannot be written .Read-only file system"):
+    with pytest.raises(UsageError, match=r"read-only .EROFS: Read-only file system"):
         audit_and_repair(out)
 
 

@@ -40,6 +40,7 @@ import extractor.server_watch
 from extractor.config import Layout
 from extractor.dry_run import dry_run
 from extractor.errors import (
+    BadDumpDir,
     ConfigMismatch,
     Interrupted,
     OutputBusy,
@@ -1137,7 +1138,7 @@ async def test_a_server_without_the_plugin_is_told_apart(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out", dump_root=tmp_path / "elsewhere")
-        with pytest.raises(PluginError, match=r"no plugin that dumps under .*elsewhere"):
+        with pytest.raises(BadDumpDir, match=r"--dump-dir .*elsewhere does not exist"):
             await run(options, notes)
         assert server.requests == []
 

@@ -15,7 +15,7 @@ import extractor.process
 import extractor.serve
 from extractor.client import Client
 from extractor.engine import ServeOptions
-from extractor.errors import MissingExtra, PluginError, ServerError, UsageError
+from extractor.errors import MissingExtra, PluginError, ServerError, UsageError, exit_code
 from extractor.process import ServerProcess
 from extractor.serve import Stage, free_port, running_server
 
@@ -198,6 +198,24 @@ async def test_a_taken_port_is_refused_before_anything_is_started(
     finally:
         listener.close()
         await listener.wait_closed()
+    assert not (tmp_path / "log").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("file", "is a file; name a"), ("link", "is a link to nowhere"), ("loop", "loop")],
+)
+async def test_a_dump_dir_that_is_none_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    options = options_for(GOOD, tmp_path / name, tmp_path, monkeypatch)
+    with pytest.raises((UsageError, OSError), match=words) as refused:
+        async with running_server(options, note=lambda _: None):
+            pass
+    assert exit_code(refused.value) == 2
     assert not (tmp_path / "log").exists()
 
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 
 import pytest
 
+from extractor import signals
 from extractor.errors import Interrupted
-from extractor.signals import STOP_SIGNALS, StopHandler, stop_on_signals, under_signals
+from extractor.signals import (
+    STOP_SIGNALS,
+    StopHandler,
+    patience_s,
+    stop_on_signals,
+    to_its_end,
+    under_signals,
+)
 
 
 async def send(number: signal.Signals) -> None:
@@ -80,3 +89,66 @@ async def test_outside_of_a_command_the_handlers_come_off_again() -> None:
     with stop_on_signals(asyncio.Event()):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+# --- the end, whatever happens ------------------------------------------------------------------
+
+
+def test_the_process_is_ended_some_time_after_the_first_signal_though_all_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signals, "END_S", 0.05)
+    ends: list[str] = []
+    ended = threading.Event()
+
+    def end() -> None:
+        ends.append(threading.current_thread().name)
+        ended.set()
+
+    async def command() -> None:
+        with stop_on_signals(asyncio.Event()):
+            assert not ended.wait(0.1)  # without a signal, never
+            await send(signal.SIGTERM)
+            assert ended.wait(30)  # the loop stands still meanwhile
+            await asyncio.sleep(0.1)
+
+    asyncio.run(under_signals(command(), end=end))
+    assert len(ends) == 1
+    assert ends != [threading.main_thread().name]
+
+
+def test_patience_is_what_a_signal_leaves_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("extractor.signals.time.monotonic", lambda: now)
+    assert patience_s(15.0, keep_s=4.0) == 15.0  # no command at all
+    found: list[float] = []
+
+    async def command() -> None:
+        nonlocal now
+        found.append(patience_s(15.0, keep_s=4.0))
+        with stop_on_signals(asyncio.Event()):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(3):
+                await asyncio.sleep(0)
+        for seconds in (0.0, 6.0, 13.0, 16.0):
+            now = 1000.0 + seconds
+            found.append(patience_s(15.0, keep_s=4.0))
+
+    asyncio.run(under_signals(command()))
+    assert found == [15.0, 14.0, 8.0, 1.0, 0.0]
+
+
+async def test_work_is_done_to_its_end_and_the_cancellation_kept() -> None:
+    done: list[str] = []
+    may_end = asyncio.Event()
+
+    async def work() -> None:
+        await may_end.wait()
+        done.append("done")
+
+    task = asyncio.create_task(to_its_end(work(), hurry=may_end.set))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == ["done"]

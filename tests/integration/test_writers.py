@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from extractor.errors import PluginError
+from extractor import writers
+from extractor.errors import BadDumpDir, PluginError, UsageError
 from extractor.testing import FakeServer
 from extractor.writers import is_alive, ranks_of, scan_writers
 from server_patch.dump_format import READY_NAME, Ready, decode_ready, encode_ready
+from server_patch.settings import DUMP_DIR
 
 
 async def announced(dump_root: Path) -> tuple[Path, Ready]:
@@ -36,9 +41,86 @@ async def test_a_process_of_another_pid_namespace_cannot_be_called_dead(dump_roo
 
 
 async def test_a_dead_server_is_told_from_one_that_never_was(dump_root: Path) -> None:
-    with pytest.raises(PluginError, match="has no plugin"):
+    with pytest.raises(BadDumpDir, match="holds no server's dumps"):
         ranks_of(scan_writers(dump_root), url="http://127.0.0.1:1", model_path="m")
     path, ready = await announced(dump_root)
     path.write_bytes(encode_ready(replace(ready, pid_start_ticks=1)))
     with pytest.raises(PluginError, match=f"are dead .pid {ready.pid}"):
         ranks_of(scan_writers(dump_root), url="http://127.0.0.1:1", model_path="m")
+
+
+# --- a wrong --dump-dir -------------------------------------------------------------------------
+
+
+def no_ranks(root: Path, url: str = "http://127.0.0.1:1") -> None:
+    ranks_of(scan_writers(root), url=url, model_path="m")
+
+
+def test_a_dump_dir_that_is_not_there_is_wrong_unless_it_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadDumpDir, match="absent does not exist"):
+        no_ranks(tmp_path / "absent")
+    monkeypatch.setattr(writers, "DEFAULT_DUMP_ROOT", tmp_path / "absent")
+    with pytest.raises(PluginError, match="has no plugin that dumps under"):
+        no_ranks(tmp_path / "absent")
+
+
+def test_a_dump_dir_that_is_a_file_or_leads_nowhere_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadDumpDir, match=r"cannot be read .Not a directory"):
+        no_ranks(tmp_path / "file")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(BadDumpDir, match="link does not exist"):
+        no_ranks(tmp_path / "link")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.EACCES, "cannot be read .Permission denied"), (errno.EMFILE, "too many open files")],
+)
+def test_a_dump_dir_that_cannot_be_read_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
+) -> None:
+    seen = scan_writers(tmp_path)
+
+    def refuse(_: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UsageError, match=words):
+        ranks_of(seen, url="http://127.0.0.1:1", model_path="m")
+
+
+def test_the_servers_own_environment_says_where_it_dumps(tmp_path: Path) -> None:
+    listen = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); "
+        "print(s.getsockname()[1], flush=True); input()"
+    )
+    there = tmp_path / "there"
+    with subprocess.Popen(
+        [sys.executable, "-c", listen],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, DUMP_DIR: str(there)},
+    ) as process:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        with pytest.raises(BadDumpDir, match=rf"dumps under {there}, not under .*here"):
+            no_ranks(tmp_path / "here", url)
+        with pytest.raises(PluginError, match="has no plugin that dumps under"):
+            no_ranks(there, url)
+
+
+async def test_servers_of_one_port_are_told_apart_by_their_addresses(dump_root: Path) -> None:
+    async with FakeServer(dump_root).running(host="::1") as one:
+        port = int(one.url.rpartition(":")[2])
+        async with FakeServer(dump_root).running(port=port) as other:
+            for server, url in [
+                (one, one.url), (one, f"http://[0:0:0:0:0:0:0:1]:{port}/llm"), (other, other.url),
+            ]:  # fmt: skip
+                (rank,) = ranks_of(scan_writers(dump_root), url=url, model_path="fake/model")
+                assert rank.ready.boot_id == server.boot_id
+            with pytest.raises(PluginError, match="several live servers"):
+                no_ranks(dump_root, f"http://gpu-1:{port}")

@@ -98,7 +98,23 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize(
     ("host", "url"),
-    [("127.0.0.1", "http://127.0.0.1:30000"), ("0.0.0.0", "http://127.0.0.1:30000")],
+    [
+        ("127.0.0.1", "http://127.0.0.1:30000"),
+        ("0.0.0.0", "http://127.0.0.1:30000"),
+        ("::1", "http://[::1]:30000"),
+        ("::", "http://[::1]:30000"),
+        ("fe80::1%eth0", "http://[fe80::1%eth0]:30000"),
+        ("gpu-1.lan", "http://gpu-1.lan:30000"),
+    ],
 )
-def test_a_server_that_listens_everywhere_is_reached_here(host: str, url: str) -> None:
-    assert options(host=host).url == url
+def test_the_address_of_a_server_is_a_url_that_reaches_it(host: str, url: str) -> None:
+    started = options(host=host)
+    assert started.url == url
+    command = started.command("p", engine_version="0.5.23")
+    assert command[command.index("--host") + 1] == host
+
+
+@pytest.mark.parametrize("host", ["", "[::1]", "256.1.1.1", "-x-", "a b", "http://gpu-1"])
+def test_a_host_that_cannot_be_is_refused(host: str) -> None:
+    with pytest.raises(UsageError, match="--host"):
+        options(host=host)

@@ -1,0 +1,118 @@
+"""After one signal a run ends by itself, whatever does not answer, before a scheduler kills it.
+
+The product's seconds are made fractions of one here; that their sum fits is a test of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import assert_whole, dumps_under, make_prompts, stored_ordinals, write_prompts
+
+from acceptance.tool import Tool, fake_server, run_arguments, wait_until
+from extractor import client, collector, process, terminal
+from extractor.session import DRAIN_S
+from extractor.signals import END_S
+
+pytestmark = [pytest.mark.crash, pytest.mark.timeout(120)]
+
+#: `extractor`, with short patience, and with a disk that stands still at the 4th write to a shard.
+DRIVER = """
+import fcntl, os, sys, threading
+from extractor import client, collector, session, signals
+from extractor.cli import main
+
+signals.END_S, session.DRAIN_S, client.ABORT_TIMEOUT_S = {end_s}, 0.3, 0.3
+collector.LATE_DUMPS_S = 0.3
+real, count = os.pwrite, 0
+
+def pwrite(descriptor, data, offset):
+    global count
+    count += "/.shard-" in os.readlink(f"/proc/self/fd/{{descriptor}}")
+    if {stuck} and count >= 4:
+        print("the disk stands still", file=sys.stderr, flush=True)
+        threading.Event().wait()
+    return real(descriptor, data, offset)
+
+def end(status, end=os._exit):
+    out = sys.argv[sys.argv.index("--out") + 1]
+    try:
+        fcntl.flock(os.open(f"{{out}}/.lock", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("locked to the end", file=sys.stderr, flush=True)
+    end(status)
+
+os.pwrite, os._exit = pwrite, end
+main()
+"""
+
+
+def start(tool: Tool, *arguments: object, stuck: bool, end_s: float) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER.format(stuck=stuck, end_s=end_s), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tool.cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    tool.started.append(process)
+    return process
+
+
+def test_all_that_follows_a_signal_fits_into_20_seconds() -> None:
+    assert END_S + terminal.TELL_S < 20
+    # Requests in flight, aborts to a server that is silent, dumps that come late, and then the
+    # manifest's and the shards' last writes, or the end of a server of our own by force.
+    orderly = DRAIN_S + client.ABORT_TIMEOUT_S + collector.LATE_DUMPS_S
+    assert orderly + process.KILL_S <= END_S
+
+
+def test_a_disk_that_stands_still_keeps_a_run_no_longer(
+    tmp_path: Path, tool: Tool, dump_root: Path
+) -> None:
+    prompts = make_prompts(60)
+    path, out = write_prompts(tmp_path / "p.jsonl", prompts), tmp_path / "out"
+    with fake_server(dump_root, "--delay-s", "0.02") as fake:
+        process = start(tool, *run_arguments(path, out, fake), stuck=True, end_s=2.0)
+        assert process.stderr is not None
+        assert next(line for line in process.stderr if "stands still" in line)
+        process.send_signal(signal.SIGTERM)
+        assert next(line for line in process.stderr if "interrupt again" in line)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130, errors
+        assert "ended 2 s after the signal, with work under way" in errors
+        # As long as its thread may still write, nobody else may.
+        assert errors.endswith("locked to the end\n")
+        assert "Traceback" not in errors
+        assert tool.run(path, out, fake).returncode == 0
+    assert_whole(out, prompts)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["silent", "frozen"])
+def test_a_server_that_never_answers_keeps_a_run_no_longer(
+    tmp_path: Path, tool: Tool, dump_root: Path, is_frozen: bool
+) -> None:
+    prompts = make_prompts(20)
+    path, out = write_prompts(tmp_path / "p.jsonl", prompts), tmp_path / "out"
+    with fake_server(dump_root, "--fault", "silent", "--fault-every", "3") as fake:
+        # The process would be ended after an hour: it must end in order before.
+        process = start(tool, *run_arguments(path, out, fake), stuck=False, end_s=3600.0)
+        wait_until(lambda: fake.requests() >= 6, what="silent requests")
+        if is_frozen:
+            fake.process.send_signal(signal.SIGSTOP)  # aborts are not answered either
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        fake.process.send_signal(signal.SIGCONT)
+        assert process.returncode == 130, errors
+        assert "Traceback" not in errors
+        assert is_frozen or dumps_under(dump_root) == []  # it may be frozen in the midst of one
+        assert len(stored_ordinals(out)) < 20
+    with fake_server(dump_root) as fake:
+        assert tool.run(path, out, fake).returncode == 0
+    assert_whole(out, prompts)
