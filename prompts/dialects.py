@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from prompts.bounds import OVERSIZED, oversized, parse_json
 from prompts.options import DEFAULTS, ReadingOptions
 from prompts.tools import NOTHING
 from prompts.turns import CONTENT_KEYS, ROLE_KEYS, ROLES, Conversation, read_turns
@@ -52,9 +53,11 @@ Dialect = Callable[[Row, ReadingOptions], Item | None]
 
 
 def decode_row(data: bytes) -> Row:
-    """Parses one line. Raises `RowError` (bad_json, not_an_object)."""
+    """Parses one line. Raises `RowError` (bad_json, not_an_object, row_too_large)."""
+    if data == OVERSIZED:
+        raise oversized()
     try:
-        row = orjson.loads(data)
+        row = parse_json(data)
     except orjson.JSONDecodeError as exc:
         detail = f"{exc.msg} at character {exc.pos}"
         if data[: exc.pos + 1].endswith((b"N", b"I", b"-I")) or _NAN.match(data, exc.pos):
@@ -403,7 +406,7 @@ def _listed(field: str, value: object) -> object:
     """The value, or the list in it where a column of strings holds JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            parsed = orjson.loads(value)
+            parsed = parse_json(value)
         except orjson.JSONDecodeError:
             return value
         if isinstance(parsed, list) and _all_of(parsed, {dict}):

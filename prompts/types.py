@@ -53,6 +53,10 @@ class RowReason(StrEnum):
     RENDER_FAILED = "render_failed"
     #: The assistant turns cannot be located in the rendering with certainty.
     MASK_FAILED = "mask_failed"
+    #: More bytes or levels than a row may have (`prompts.bounds`), or too many turns to mask.
+    ROW_TOO_LARGE = "row_too_large"
+    #: More tokens than are of use, by far: it was not tokenised to its end.
+    TOO_LONG = "too_long"
     #: Reasoning that was to be kept is not in the rendering.
     THINKING_LOST = "thinking_lost"
 
