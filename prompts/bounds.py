@@ -6,6 +6,7 @@ parsed, turns and tokens before it is rendered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,12 +25,38 @@ MAX_LEVELS: Final = 100
 MAX_TOKENS: Final = 1 << 20
 
 
+#: Texts of fewer bytes for each token of the bound are tokenised without being looked at before.
+BYTES_PER_TOKEN: Final = 8
+#: Longer texts are tokenised only where the bound has as many tokens: each takes some 200 bytes.
+MAX_WHOLE_CHARS: Final = 1 << 22
+#: Most bytes that the parts of one row may take together, as each of them is parsed again.
+MAX_EXPANDED_BYTES: Final = 4 << 30
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBound:
     """The longest prompt that is of use, and what becomes of a longer one."""
 
     max_tokens: int = MAX_TOKENS
     keeps_beginning: bool = False  # else the row fails
+
+    @property
+    def too_many(self) -> int:
+        """Texts whose pieces give more tokens than these give more than `max_tokens` as a whole.
+
+        A text that is cut gives a few tokens more around each cut; not twice as many in all.
+        """
+        return 2 * self.max_tokens
+
+    def is_near(self, texts: Sequence[str]) -> bool:
+        """Whether the texts are short enough to be tokenised without further ado."""
+        if len(texts) > self.max_tokens:
+            return False
+        most = BYTES_PER_TOKEN * self.max_tokens
+        num_chars = sum(map(len, texts))
+        if 4 * num_chars <= most:
+            return True
+        return num_chars <= most and sum(len(text.encode()) for text in texts) <= most
 
 
 def oversized() -> RowError:
