@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from prompts.bounds import OVERSIZED, oversized, parse_json
+from prompts.bounds import MAX_EXPANDED_BYTES, OVERSIZED, oversized, parse_json
 from prompts.options import DEFAULTS, ReadingOptions
 from prompts.tools import NOTHING
 from prompts.turns import CONTENT_KEYS, ROLE_KEYS, ROLES, Conversation, read_turns
@@ -122,11 +122,23 @@ def count_parts(data: bytes, options: ReadingOptions) -> int:
     """
     try:
         item = read_item(decode_row(data), options)
+        if not isinstance(item, Conversation):
+            return 1
+        check_parts(item, len(data))
     except RowError:
         return 1
-    if not isinstance(item, Conversation):
-        return 1
     return max(1, sum(turn.role == "assistant" for turn in item.turns))
+
+
+def check_parts(item: Conversation, size_bytes: int) -> None:
+    """Raises `RowError` (row_too_large) for a row whose parts, each with all of it, are too much.
+
+    `size_bytes`: of the row.
+    """
+    num_parts = sum(turn.role == "assistant" for turn in item.turns)
+    if num_parts * size_bytes > MAX_EXPANDED_BYTES:
+        detail = f"{num_parts} answers to expand in {size_bytes} bytes: split the row"
+        raise RowError(RowReason.ROW_TOO_LARGE, detail)
 
 
 def _asked(row: Row, options: ReadingOptions) -> Item:

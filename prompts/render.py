@@ -13,7 +13,7 @@ import xxhash
 from prompts.align import Encoding, Span, has_split_start, mark_spans
 from prompts.bounds import BYTES_PER_TOKEN, MAX_WHOLE_CHARS, TokenBound
 from prompts.conversation import ConversationReader, up_to_answer
-from prompts.dialects import Ids, Text, decode_row, label_of, read_item
+from prompts.dialects import Ids, Text, check_parts, decode_row, label_of, read_item
 from prompts.inputs import RawRow
 from prompts.mask import SpanFinder
 from prompts.options import DEFAULTS, ReadingOptions
@@ -163,6 +163,7 @@ class Renderer:
                     alterations=_remarks(self._tokenizer, item.text),
                 )
             if row.part is not None:
+                check_parts(item, len(row.data))
                 item = up_to_answer(item, row.part)
             self._check_length(list(map(_shown_of, item.turns)))
             reader = ConversationReader(self._tokenizer, self._finder, self.options, item)
