@@ -38,8 +38,8 @@ from prompts.tools import ToolCall
 from prompts.turns import Turn
 from prompts.types import RowError, RowReason
 
-#: A turn that must be located by rendering again costs a rendering of all turns, or four. With so
-#: many turns rendered once, that takes about ten seconds.
+#: An answer that is located by rendering again costs a rendering of all turns, or several. So many
+#: turns, over all such answers of a row, take most of a minute.
 MAX_TURNS_RENDERED: Final = 1 << 20
 
 #: What a template was seen to put around an answer: role header and end marker.
