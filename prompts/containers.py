@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -86,8 +85,15 @@ class Container:
         if not self._is_compressed:
             return self._path
         copy = self._stack.enter_context(tempfile.NamedTemporaryFile(prefix="prompts-"))
-        shutil.copyfileobj(self._stream, copy, CHUNK_BYTES)
-        copy.flush()
+        while data := self._stream.read(CHUNK_BYTES):
+            try:
+                copy.write(data)
+                copy.flush()
+            except OSError as exc:
+                raise InputError(
+                    f"{self._path}: cannot be unpacked to {tempfile.gettempdir()} ({exc}): free "
+                    "space there, name another place with TMPDIR, or decompress the file"
+                ) from exc
         return copy.name
 
     def rows(self, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:

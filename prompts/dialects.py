@@ -27,6 +27,7 @@ _NAN: Final = re.compile(rb"-?(?:NaN|Infinity)")
 
 #: Fields that may hold the row's own id. It is only a label; nothing is found by it.
 LABEL_FIELDS: Final = ("id", "conversation_id", "uuid", "prompt_id")
+MAX_LABEL_CHARS: Final = 1000
 MAX_ID: Final = 2**31 - 1
 #: How much of a row's own field names, roles and types a message may repeat.
 MAX_NAMES: Final = 8
@@ -69,8 +70,13 @@ def decode_row(data: bytes) -> Row:
 
 
 def label_of(row: Row) -> str | None:
-    """The row's own id as JSON text: the first of `LABEL_FIELDS` that is a string or number."""
+    """The row's own id as JSON text: the first of `LABEL_FIELDS` that is a string or number.
+
+    A string is cut after `MAX_LABEL_CHARS`, as the manifest keeps it.
+    """
     for field in LABEL_FIELDS:
+        if isinstance(value := row.get(field), str) and len(value) > MAX_LABEL_CHARS:
+            return orjson.dumps(f"{value[:MAX_LABEL_CHARS]}…").decode()
         if isinstance(value := row.get(field), str | int | float):
             return orjson.dumps(value).decode()
     return None
