@@ -70,10 +70,15 @@ def parse_json(data: bytes | str) -> object:
 
     Raises orjson.JSONDecodeError, and `RowError` (row_too_large) for more levels.
     """
-    value = orjson.loads(data)
-    if _is_deep(data, value):
-        raise RowError(RowReason.ROW_TOO_LARGE, f"nested deeper than {MAX_LEVELS} levels")
-    return value
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as exc:
+        if "limit" not in exc.msg:  # its own, of 1,024 levels
+            raise
+    else:
+        if not _is_deep(data, value):
+            return value
+    raise RowError(RowReason.ROW_TOO_LARGE, f"nested deeper than {MAX_LEVELS} levels")
 
 
 def _is_deep(data: bytes | str, value: object) -> bool:

@@ -25,7 +25,7 @@ KEY_TAG: Final = b"hidden-state-extractor prompt 1\n"
 class RowReason(StrEnum):
     """Why an input row gives no prompt. Closed: every such row has exactly one of these."""
 
-    #: The line is not JSON (UTF-8; NaN, lone surrogates and more than 1,024 levels are not).
+    #: The line is not JSON (UTF-8; NaN and lone surrogates are not).
     BAD_JSON = "bad_json"
     #: JSON, but not an object.
     NOT_AN_OBJECT = "not_an_object"

@@ -82,6 +82,8 @@ def test_json_may_be_nested_to_the_bound_and_no_deeper(kind: Callable[[str], Any
         parse_json(kind(nested(bounds.MAX_LEVELS + 1)))
 
 
+#: Within orjson's own limit, and beyond it.
+LEVELS = (900, 40_000)
 ASKED = '{"role": "user", "content": "a"}'
 
 
@@ -97,8 +99,9 @@ ASKED = '{"role": "user", "content": "a"}'
         f'{{"messages": [{ASKED}, {{"role": "assistant", "content": "", "tool_calls": "DEEP"}}]}}',
     ],
 )
-def test_a_row_that_is_nested_too_deeply_fails_alone(row: str) -> None:
-    data = row.replace("DEEP", nested(900)).encode()
+@pytest.mark.parametrize("levels", LEVELS)
+def test_a_row_that_is_nested_too_deeply_fails_alone(row: str, levels: int) -> None:
+    data = row.replace("DEEP", nested(levels)).encode()
     bad, good = Renderer(tokenizer_for(QWEN3)).prompts_from(
         [RawRow(ordinal=0, source="a", line=1, data=data), raw(chat("a", "b"))]
     )
