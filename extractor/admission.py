@@ -12,7 +12,8 @@ from extractor.errors import RowRefused
 from extractor.plan import Limits, Refusal, dump_bytes, refusal
 from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
 from manifest.states import Reason
-from prompts.types import BadRow, Prompt
+from prompts.bounds import TokenBound
+from prompts.types import BadRow, Prompt, RowReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +43,15 @@ class Admission:
         self._limits = limits
         self._room = room
         self._seen = {} if seen is None else seen
-        bounds = [policy.max_tokens, None if limits is None else limits.max_prompt_tokens]
-        self._longest = min((bound for bound in bounds if bound is not None), default=None)
+        self._longest = _longest(policy, limits)
 
     def judge(self, row: Prompt | BadRow) -> Prompt | Refusal:
         """The prompt to send, perhaps cut, or why there is none.
 
         Raises RowRefused where the policy asks for a stop.
         """
+        if isinstance(row, BadRow) and row.reason is RowReason.TOO_LONG:
+            return self._refuse_long(row, f"{row.detail}, {self._why_too_long()}")
         if isinstance(row, BadRow):
             if self._policy.on_bad_row is OnBadRow.FAIL:
                 raise _stop(row, row.reason.value, row.detail, "--on-bad-row fail")
@@ -61,11 +63,8 @@ class Admission:
             )
         prompt = row
         if self._longest is not None and row.num_tokens > self._longest:
-            detail = self._too_long(row)
-            if self._policy.on_too_long is OnTooLong.FAIL:
-                raise _stop(row, Reason.TOO_LONG.value, detail, "--on-too-long fail")
-            if self._policy.on_too_long is OnTooLong.SKIP:
-                return Refusal(reason=Reason.TOO_LONG, detail=detail)
+            if self._policy.on_too_long is not OnTooLong.TRUNCATE:
+                return self._refuse_long(row, f"{row.num_tokens} tokens, {self._why_too_long()}")
             prompt = row.cut(self._longest)
         return self._refusal(row, prompt) or prompt
 
@@ -97,10 +96,34 @@ class Admission:
                 return Refusal(reason=Reason.DUPLICATE, detail=f"row {first} gives the same prompt")
         return None
 
-    def _too_long(self, row: Prompt) -> str:
-        if self._limits is not None and row.num_tokens > self._limits.max_prompt_tokens:
-            return f"{row.num_tokens} tokens, the server takes {self._limits.max_prompt_tokens}"
-        return f"{row.num_tokens} tokens, --max-tokens is {self._policy.max_tokens}"
+    def _refuse_long(self, row: Prompt | BadRow, detail: str) -> Refusal:
+        if self._policy.on_too_long is OnTooLong.FAIL:
+            raise _stop(row, Reason.TOO_LONG.value, detail, "--on-too-long fail")
+        return Refusal(reason=Reason.TOO_LONG, detail=detail)
+
+    def _why_too_long(self) -> str:
+        if self._longest is None:
+            return "longer than any server is known to take"
+        if self._longest == self._policy.max_tokens:
+            return f"--max-tokens is {self._longest}"
+        return f"the server takes {self._longest}"
+
+
+def token_bound(policy: Policy, limits: Limits | None) -> TokenBound:
+    """What rows are rendered within, so that one that is far too long takes no memory.
+
+    `Admission`, which knows each prompt's length, decides; this only spares what it would refuse.
+    """
+    longest = _longest(policy, limits)
+    if longest is None:
+        return TokenBound()
+    keeps_beginning = policy.on_too_long is OnTooLong.TRUNCATE
+    return TokenBound(max_tokens=longest, keeps_beginning=keeps_beginning)
+
+
+def _longest(policy: Policy, limits: Limits | None) -> int | None:
+    bounds = [policy.max_tokens, None if limits is None else limits.max_prompt_tokens]
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _stop(row: Prompt | BadRow, reason: str, detail: str, option: str) -> RowRefused:

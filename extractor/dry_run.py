@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from extractor.admission import Admission, Room
+from extractor.admission import Admission, Room, token_bound
 from extractor.client import Client, clients_of
 from extractor.concurrency import MOST_LIMIT
 from extractor.config import Layout, RunOptions
@@ -201,7 +201,8 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         shard_bytes=options.shard_bytes,
         num_movers=options.num_movers,
     )
-    renderer = await asyncio.to_thread(renderer_for, around.tokenizer, options.reading)
+    bound = token_bound(options.policy, around.limits)
+    renderer = await asyncio.to_thread(renderer_for, around.tokenizer, options.reading, bound)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as scratch:
         files = await asyncio.to_thread(
             scan_prompts, options.prompts, options.reading, spool_directory=Path(scratch)

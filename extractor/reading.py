@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from itertools import islice
 
 from extractor.config import NO_TOKENIZER
+from prompts.bounds import TokenBound
 from prompts.inputs import InputFile
 from prompts.options import ReadingOptions
 from prompts.pool import RendererPool
-from prompts.render import Renderer
+from prompts.render import NO_BOUND, Renderer
 from prompts.stream import raw_rows, read_prompts
 from prompts.types import BadRow, Prompt
 
@@ -36,11 +37,11 @@ def num_workers_for(num_rows: int, wanted: int | None) -> int:
     return min(MAX_WORKERS, max(1, (os.cpu_count() or 1) // 4))
 
 
-def renderer_for(tokenizer: str, reading: ReadingOptions) -> Renderer:
+def renderer_for(tokenizer: str, reading: ReadingOptions, bound: TokenBound = NO_BOUND) -> Renderer:
     """The tokenizer loaded; none for `none`. Raises TokenizerError."""
     if tokenizer == NO_TOKENIZER:
-        return Renderer(options=reading)
-    return Renderer.load(tokenizer, reading)
+        return Renderer(options=reading, bound=bound)
+    return Renderer.load(tokenizer, reading, bound=bound)
 
 
 @contextmanager
@@ -58,7 +59,9 @@ def prompts_of(
     if not num_workers or renderer.source is None:
         yield read_prompts(files, renderer, skip=skip)
         return
-    with RendererPool(renderer.source, renderer.options, num_workers=num_workers) as pool:
+    with RendererPool(
+        renderer.source, renderer.options, num_workers=num_workers, bound=renderer.bound
+    ) as pool:
         yield pool.prompts_from(raw_rows(files, renderer.options, skip=skip))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from extractor.admission import token_bound
 from extractor.client import Client, clients_of
 from extractor.collector import Collector, remove_dumps_of_the_dead
 from extractor.concurrency import MOST_LIMIT
@@ -28,7 +29,7 @@ from extractor.live import LiveFile
 from extractor.lock import exclusive
 from extractor.measurements import Counters, Stage
 from extractor.mover import seal_left_open
-from extractor.plan import rid_prefix
+from extractor.plan import Limits, rid_prefix
 from extractor.preflight import (
     manifest_warning,
     prepare_out,
@@ -284,7 +285,9 @@ async def _preflight(
     tokenizer = options.tokenizer or next(
         target.facts.tokenizer_path for target in targets if target is not None
     )
-    return members, await asyncio.to_thread(renderer_for, tokenizer, options.reading)
+    limits = Limits.strictest([target.limits for target in targets if target is not None])
+    bound = token_bound(options.policy, limits)
+    return members, await asyncio.to_thread(renderer_for, tokenizer, options.reading, bound)
 
 
 async def _probe(members: Sequence[Member], provenance: Provenance, *, run_id: str) -> None:

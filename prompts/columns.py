@@ -7,10 +7,13 @@ from typing import Any, Final
 
 import orjson
 
+from prompts import bounds
 from prompts.compression import missing_extra
 
 #: Rows turned into Python objects at a time.
 BATCH_ROWS: Final = 64
+#: Most bytes that they may take, but for a single one.
+BATCH_BYTES: Final = 1 << 28
 #: Read from a column of a row group at a time.
 BUFFER_BYTES: Final = 1 << 20
 ARROW_FILE_MAGIC: Final = b"ARROW1"
@@ -39,9 +42,18 @@ def parquet_rows(path: str, name: str, skip: Callable[[int], bool]) -> Iterator[
                     index += 1
                     yield index, None
                 continue
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group]):
+            batch_rows = _rows_at_a_time(file.metadata.row_group(group))
+            for batch in file.iter_batches(batch_size=batch_rows, row_groups=[group]):
                 yield from _batch_rows(batch, index, skip)
                 index += batch.num_rows
+
+
+def _rows_at_a_time(group: Any) -> int:
+    """As a value that is stored once may be that of every row, no value is known to be smaller
+    than its column."""
+    columns = (group.column(number) for number in range(group.num_columns))
+    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, largest)))
 
 
 def parquet_num_rows(path: str, name: str) -> int:
@@ -83,10 +95,37 @@ def _arrow_batches(pa: Any, source: Any, is_file: bool) -> Iterator[Any]:
 
 def _batch_rows(batch: Any, index: int, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
     skipped = [skip(index + offset) for offset in range(batch.num_rows)]
-    rows = [] if all(skipped) else batch.to_pylist()
+    is_small = _size_bytes(batch) <= bounds.MAX_ROW_BYTES
+    rows = batch.to_pylist() if is_small and not all(skipped) else []
     for offset, is_skipped in enumerate(skipped):
-        data = None if is_skipped else orjson.dumps(rows[offset], default=_placeholder)
+        data = None
+        if not is_skipped:
+            data = _as_json(rows[offset]) if is_small else _row_as_json(batch.slice(offset, 1))
         yield index + offset + 1, data
+
+
+def _size_bytes(batch: Any) -> int:
+    """At least what the batch takes as Python objects, but for the overhead of each object."""
+    return sum(
+        column.dictionary.nbytes * len(column) if hasattr(column, "dictionary") else column.nbytes
+        for column in batch.columns
+    )
+
+
+def _row_as_json(row: Any) -> bytes:
+    """`row`: a batch of one row."""
+    columns = (
+        column.dictionary_decode() if hasattr(column, "dictionary") else column
+        for column in row.columns
+    )
+    if sum(column.nbytes for column in columns) > bounds.MAX_ROW_BYTES:
+        return bounds.OVERSIZED
+    return _as_json(row.to_pylist()[0])
+
+
+def _as_json(row: object) -> bytes:
+    data = orjson.dumps(row, default=_placeholder)
+    return bounds.OVERSIZED if len(data) > bounds.MAX_ROW_BYTES else data
 
 
 def _placeholder(value: object) -> str:

@@ -18,6 +18,10 @@ GZIP_MAGIC: Final = b"\x1f\x8b"
 ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 #: zstd's own bound, so that files made with --long open as well.
 MAX_WINDOW_BYTES: Final = 1 << 31
+#: Bytes of a zstd file that are decompressed at a time. Four may give 128 KiB, so the bites are
+#: small, and smaller where they give much.
+MIN_BITE_BYTES: Final = 1 << 6
+MAX_BITE_BYTES: Final = 1 << 11
 
 
 class DigestingFile(io.RawIOBase):
@@ -57,19 +61,22 @@ class _ZstdFile(io.RawIOBase):
         self._frame = self._decompressor.decompressobj()
         self._is_inside = False  # a frame is begun and has not ended
         self._output = memoryview(b"")
+        self._bite_bytes = MIN_BITE_BYTES
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._output:
-            # Small bites: a frame may decompress to many times its size.
-            data = self._stream.read1(1 << 11)
+            data = self._stream.read1(self._bite_bytes)
             if not data:
                 if self._is_inside:
                     raise EOFError("the last zstd frame is cut off")
                 return 0
             self._output = memoryview(self._decompress(data))
+            is_large = len(self._output) > CHUNK_BYTES
+            bite_bytes = self._bite_bytes // 2 if is_large else self._bite_bytes * 2
+            self._bite_bytes = min(max(bite_bytes, MIN_BITE_BYTES), MAX_BITE_BYTES)
         size = min(len(buffer), len(self._output))
         buffer[:size] = self._output[:size]
         self._output = self._output[size:]

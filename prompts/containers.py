@@ -5,14 +5,14 @@ space to JSON), so a U+2028 inside a string splits nothing.
 JSON array: a row is an element of the outermost array.
 Parquet, Arrow: a row is a row.
 The first two and Parquet may be compressed with gzip or zstd. One UTF-8 byte order mark at the
-start is dropped. Memory does not grow with the file: one row, or one batch of rows, at a time.
+start is dropped. Memory does not grow with the file: one row, or one batch of rows, at a time, and
+a row of more than `MAX_ROW_BYTES` is passed over.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,9 +21,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, BinaryIO, Final
 
-import ijson
-import orjson
-
+from prompts import bounds
 from prompts.columns import NumberedRow, arrow_rows, parquet_num_rows, parquet_rows
 from prompts.compression import (
     CHUNK_BYTES,
@@ -33,13 +31,14 @@ from prompts.compression import (
     decompressed,
     explained,
 )
+from prompts.json_array import ArrayFault, array_elements
 from prompts.types import InputError
 
 UTF8_BOM: Final = b"\xef\xbb\xbf"
 PARQUET_MAGIC: Final = b"PAR1"
 ARROW_MAGICS: Final = (b"ARROW1", b"\xff\xff\xff\xff")
-#: A line beyond this is no row: the file is something else.
-MAX_LINE_BYTES: Final = 1 << 29
+#: After so many blank lines, further ones are passed over in blocks.
+MANY_BLANK_LINES: Final = 64
 
 #: First bytes of files that hold no rows for us -> what they are and what to do.
 FOREIGN_MAGIC: Final[tuple[tuple[bytes, str], ...]] = (
@@ -50,18 +49,6 @@ FOREIGN_MAGIC: Final[tuple[tuple[bytes, str], ...]] = (
     (b"\xff\xfe", "the file is UTF-16 or UTF-32: convert it to UTF-8 (iconv -t UTF-8)"),
     (b"\xfe\xff", "the file is UTF-16: convert it to UTF-8 (iconv -t UTF-8)"),
 )
-
-#: What ijson says of a broken array -> what it is and what to do.
-ARRAY_FAULTS: Final = (
-    ("premature EOF", "it is cut off: copy the file again"),
-    (
-        "trailing garbage",
-        "something stands behind its end: remove it, or give one JSON object on each line; "
-        "rows of lists are not supported",
-    ),
-    ("invalid bytes in UTF8", "it is not UTF-8: convert it (iconv -t UTF-8)"),
-)
-NAN_FAULT: Final = "NaN and Infinity are not JSON: write null or a number"
 
 
 class Kind(StrEnum):
@@ -98,20 +85,28 @@ class Container:
         if not self._is_compressed:
             return self._path
         copy = self._stack.enter_context(tempfile.NamedTemporaryFile(prefix="prompts-"))
-        shutil.copyfileobj(self._stream, copy, CHUNK_BYTES)
-        copy.flush()
+        while data := self._stream.read(CHUNK_BYTES):
+            try:
+                copy.write(data)
+                copy.flush()
+            except OSError as exc:
+                raise InputError(
+                    f"{self._path}: cannot be unpacked to {tempfile.gettempdir()} ({exc}): free "
+                    "space there, name another place with TMPDIR, or decompress the file"
+                ) from exc
         return copy.name
 
     def rows(self, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
         """Each row's number from 1 (the line, of JSONL) and its JSON, to be iterated over once.
 
-        The JSON is None where `skip` says yes to the row's index, which counts from 0.
+        The JSON is None where `skip` says yes to the row's index, which counts from 0, and
+        `OVERSIZED` where the row has too many bytes.
         Raises `InputError` where the file cannot be read on.
         """
         with explained(self._path):
             match self.kind:
                 case Kind.JSONL:
-                    yield from _lines(self._stream, self._path, skip)
+                    yield from _lines(self._stream, skip)
                 case Kind.JSON_ARRAY:
                     yield from _elements(self._stream, self._path, skip)
                 case Kind.PARQUET:
@@ -167,21 +162,37 @@ def _kind(stream: io.BufferedReader[Any], path: str) -> Kind:
     return Kind.JSON_ARRAY if start.lstrip().startswith(b"[") else Kind.JSONL
 
 
-def _lines(
-    stream: io.BufferedReader[Any], path: str, skip: Callable[[int], bool]
-) -> Iterator[NumberedRow]:
-    index = number = 0
-    while line := stream.readline(MAX_LINE_BYTES + 1):
+def _lines(stream: io.BufferedReader[Any], skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
+    index = number = num_blank = 0
+    while line := stream.readline(bounds.MAX_ROW_BYTES + 1):
         number += 1
-        if len(line) > MAX_LINE_BYTES:
-            raise InputError(
-                f"{path}:{number}: a line of more than {MAX_LINE_BYTES >> 20} MiB: "
-                "give a file with one JSON object on each line"
-            )
-        if line.isspace():
+        has_row = not is_blank(line)
+        if len(line) > bounds.MAX_ROW_BYTES and not line.endswith(b"\n"):
+            line = bounds.OVERSIZED
+            while rest := stream.readline(CHUNK_BYTES):
+                has_row = has_row or not rest.isspace()
+                if rest.endswith(b"\n"):
+                    break
+        if not has_row:
+            num_blank += 1
+            if num_blank > MANY_BLANK_LINES:
+                number += _pass_blank_lines(stream)
             continue
+        num_blank = 0
         yield number, None if skip(index) else line
         index += 1
+
+
+def is_blank(line: bytes) -> bool:
+    """Whether a line holds no row."""
+    return line.isspace()
+
+
+def _pass_blank_lines(stream: io.BufferedReader[Any]) -> int:
+    """Reads the blank lines that are buffered whole; how many they are."""
+    start = stream.peek(CHUNK_BYTES)
+    blank = start[: len(start) - len(start.lstrip())]
+    return stream.read(blank.rfind(b"\n") + 1).count(b"\n")
 
 
 def _elements(
@@ -189,33 +200,13 @@ def _elements(
 ) -> Iterator[NumberedRow]:
     number = 0
     try:
-        # Not with `use_float`: one number beyond 64 bits would then end the whole file.
-        for element in ijson.items(stream, "item", buf_size=CHUNK_BYTES):
+        for element in array_elements(stream, CHUNK_BYTES):
             number += 1
-            yield number, None if skip(number - 1) else _as_json(element)
-    except ijson.JSONError as exc:
+            yield number, None if skip(number - 1) else element
+    except ArrayFault as exc:
         raise InputError(
-            f"{path}: a JSON array, but it cannot be read beyond its element {number}: "
-            f"{_array_fault(str(exc))}"
+            f"{path}: a JSON array, but it cannot be read beyond its element {number}: {exc}"
         ) from exc
-
-
-def _array_fault(message: str) -> str:
-    """What is wrong and what to do, from ijson's message, whose second line is the place."""
-    for sign, fault in ARRAY_FAULTS:
-        if sign in message:
-            return fault
-    if "NaN" in message or "Infinity" in message:
-        return NAN_FAULT
-    line = message.strip().partition("\n")[0]
-    return f"{line}: mend it there"
-
-
-def _as_json(element: object) -> bytes:
-    try:
-        return orjson.dumps(element, default=float)  # a Decimal, as ijson reads fractions
-    except TypeError:  # a number beyond 64 bits, or half a surrogate pair: bad in a line as well
-        return b"\x00"
 
 
 def _skip_all(index: int) -> bool:

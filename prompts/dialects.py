@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from prompts.bounds import MAX_EXPANDED_BYTES, OVERSIZED, oversized, parse_json
 from prompts.options import DEFAULTS, ReadingOptions
 from prompts.token_masks import COLUMNS, ID_PAIR, read_tokens
 from prompts.tools import NOTHING
@@ -28,6 +29,7 @@ _NAN: Final = re.compile(rb"-?(?:NaN|Infinity)")
 
 #: Fields that may hold the row's own id. It is only a label; nothing is found by it.
 LABEL_FIELDS: Final = ("id", "conversation_id", "uuid", "prompt_id")
+MAX_LABEL_CHARS: Final = 1000
 MAX_ID: Final = 2**31 - 1
 #: How much of a row's own field names, roles and types a message may repeat.
 MAX_NAMES: Final = 8
@@ -56,9 +58,11 @@ Dialect = Callable[[Row, ReadingOptions], Item | None]
 
 
 def decode_row(data: bytes) -> Row:
-    """Parses one line. Raises `RowError` (bad_json, not_an_object)."""
+    """Parses one line. Raises `RowError` (bad_json, not_an_object, row_too_large)."""
+    if data == OVERSIZED:
+        raise oversized()
     try:
-        row = orjson.loads(data)
+        row = parse_json(data)
     except orjson.JSONDecodeError as exc:
         detail = f"{exc.msg} at character {exc.pos}"
         if data[: exc.pos + 1].endswith((b"N", b"I", b"-I")) or _NAN.match(data, exc.pos):
@@ -70,8 +74,13 @@ def decode_row(data: bytes) -> Row:
 
 
 def label_of(row: Row) -> str | None:
-    """The row's own id as JSON text: the first of `LABEL_FIELDS` that is a string or number."""
+    """The row's own id as JSON text: the first of `LABEL_FIELDS` that is a string or number.
+
+    A string is cut after `MAX_LABEL_CHARS`, as the manifest keeps it.
+    """
     for field in LABEL_FIELDS:
+        if isinstance(value := row.get(field), str) and len(value) > MAX_LABEL_CHARS:
+            return orjson.dumps(f"{value[:MAX_LABEL_CHARS]}…").decode()
         if isinstance(value := row.get(field), str | int | float):
             return orjson.dumps(value).decode()
     return None
@@ -135,11 +144,27 @@ def count_parts(data: bytes, options: ReadingOptions) -> int:
     """
     try:
         item = read_item(decode_row(data), options)
+        if not isinstance(item, Conversation):
+            return 1
+        check_parts(item, len(data))
     except RowError:
         return 1
-    if not isinstance(item, Conversation):
-        return 1
-    return max(1, sum(turn.is_trained for turn in item.turns))
+    return max(1, _num_parts(item))
+
+
+def _num_parts(item: Conversation) -> int:
+    return sum(turn.is_trained for turn in item.turns)
+
+
+def check_parts(item: Conversation, size_bytes: int) -> None:
+    """Raises `RowError` (row_too_large) for a row whose parts, each with all of it, are too much.
+
+    `size_bytes`: of the row.
+    """
+    num_parts = _num_parts(item)
+    if num_parts * size_bytes > MAX_EXPANDED_BYTES:
+        detail = f"{num_parts} answers to expand in {size_bytes} bytes: split the row"
+        raise RowError(RowReason.ROW_TOO_LARGE, detail)
 
 
 def _asked(row: Row, options: ReadingOptions) -> Item:
@@ -454,7 +479,7 @@ def _listed(field: str, value: object) -> object:
     """The value, or the list in it where a column of strings holds JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            parsed = orjson.loads(value)
+            parsed = parse_json(value)
         except orjson.JSONDecodeError:
             return value
         if isinstance(parsed, list) and _all_of(parsed, {dict}):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import islice
 
+from prompts.bounds import OVERSIZED
 from prompts.containers import Kind, open_container
-from prompts.dialects import decode_row
+from prompts.dialects import MAX_NAMES, decode_row
 from prompts.options import ReadingOptions
 from prompts.types import InputError, RowError, RowReason
 
@@ -21,6 +22,8 @@ def require_rows(path: str) -> None:
         first: tuple[bytes, RowError] | None = None
         for _, data in islice(container.rows(lambda index: False), NUM_ROWS):
             assert data is not None
+            if data == OVERSIZED:
+                return  # says nothing of the file; the row fails when it is read
             try:
                 decode_row(data)
             except RowError as exc:
@@ -48,7 +51,7 @@ def require_fields(path: str, options: ReadingOptions) -> None:
                 continue
             missing -= set(row)
             if len(names) < NUM_ROWS:
-                names |= dict.fromkeys(name[:40] for name in row)
+                names |= dict.fromkeys(name[:40] for name in islice(row, MAX_NAMES))
     if missing:
         absent = " and ".join(sorted(missing))
         found = ", ".join(names) or "none"

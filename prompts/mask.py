@@ -25,10 +25,11 @@ turns, that is the proof (`_around_content`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from prompts.align import Span
 from prompts.thinking import THINK_END, THINK_START, answer_of, reasoning_of, with_answer
@@ -36,6 +37,10 @@ from prompts.tokenizer import ChatTokenizer
 from prompts.tools import ToolCall
 from prompts.turns import Turn
 from prompts.types import RowError, RowReason
+
+#: An answer that is located by rendering again costs a rendering of all turns, or several. So many
+#: turns, over all such answers of a row, take most of a minute.
+MAX_TURNS_RENDERED: Final = 1 << 20
 
 #: What a template was seen to put around an answer: role header and end marker.
 Frame = tuple[str, str]
@@ -75,12 +80,15 @@ class SpanFinder:
         if self._tokenizer.has_generation_blocks:
             spans = _generation_spans(rendering, indices)
         else:
-            spans = []
-            position = 0
-            for index in indices:
-                span = self._around_content(rendering, index, position)
-                spans.append(span or _Locator(rendering, index).span())
-                position = spans[-1][1]
+            found = self._around_content(rendering, indices)
+            num_missing = sum(span is None for span in found)
+            if num_missing * len(rendering.turns) > MAX_TURNS_RENDERED:
+                detail = f"{num_missing} answers among {len(rendering.turns)} turns are too many"
+                raise RowError(RowReason.ROW_TOO_LARGE, f"{detail} to locate: split the row")
+            spans = [
+                span or _Locator(rendering, index).span()
+                for index, span in zip(indices, found, strict=True)
+            ]
         for index, (start, end) in zip(indices, spans, strict=True):
             turn = rendering.turns[index]
             if THINK_END in (answer := answer_of(turn)):
@@ -99,22 +107,28 @@ class SpanFinder:
         """What the template writes behind the last turn's content. Raises `RowError`."""
         return _Locator(rendering, len(rendering.turns) - 1).closing()
 
-    def _around_content(self, rendering: Rendering, index: int, position: int) -> Span | None:
-        """The span of a plain answer between the header and the marker, if that is certain."""
-        turn, text = rendering.turns[index], rendering.text
-        if self._frame is None or turn.tool_calls or reasoning_of(turn):
-            return None
+    def _around_content(self, rendering: Rendering, indices: Sequence[int]) -> list[Span | None]:
+        """The spans of plain answers between the header and the marker, where that is certain."""
+        text = rendering.text
+        if self._frame is None:
+            return [None] * len(indices)
         header, marker = self._frame
-        num_headers = len(rendering.answers) + rendering.generation_prompt
-        if text.count(header) != num_headers:
-            return None
-        start = position
-        for _ in range(rendering.answers.index(index) - text.count(header, 0, position) + 1):
-            start = text.index(header, start) + len(header)
-        for content in (turn.content, turn.content.strip()):
-            if text.startswith(content + marker, start):
-                return start, start + len(content) + len(marker)
+        starts = [found.end() for found in re.finditer(re.escape(header), text)]
+        if len(starts) != len(rendering.answers) + rendering.generation_prompt:
+            return [None] * len(indices)
+        start_of = dict(zip(rendering.answers, starts, strict=False))
+        return [
+            _plain_span(text, start_of[index], rendering.turns[index], marker) for index in indices
+        ]
+
+
+def _plain_span(text: str, start: int, turn: Turn, marker: str) -> Span | None:
+    if turn.tool_calls or reasoning_of(turn):
         return None
+    for content in (turn.content, turn.content.strip()):
+        if text.startswith(content + marker, start):
+            return start, start + len(content) + len(marker)
+    return None
 
 
 def without_thinking(rendering: Rendering, index: int, span: Span) -> Span:

@@ -59,12 +59,18 @@ def spool(stream: BinaryIO, path: Path) -> None:
     """
     new = path.with_name(path.name + ".new")
     try:
-        with open(new, "wb") as copy:
-            while data := stream.read(CHUNK_BYTES):
-                copy.write(data)
-            copy.flush()
-            os.fsync(copy.fileno())
-            size_bytes = copy.tell()
+        try:
+            with open(new, "wb") as copy:
+                while data := stream.read(CHUNK_BYTES):
+                    copy.write(data)
+                copy.flush()
+                os.fsync(copy.fileno())
+                size_bytes = copy.tell()
+        except OSError as exc:
+            raise InputError(
+                f"standard input cannot be kept in {path.parent} ({exc}): free space there, or "
+                "save it to a file and name that"
+            ) from exc
         if path.exists():
             if size_bytes and not _are_equal(path, new):
                 raise InputError(

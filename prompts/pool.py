@@ -18,9 +18,10 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Final
 
+from prompts.bounds import TokenBound
 from prompts.inputs import RawRow
 from prompts.options import ReadingOptions
-from prompts.render import Renderer
+from prompts.render import NO_BOUND, Renderer
 from prompts.types import BadRow, Prompt, TokenizerError
 
 #: What one process gets at a time: enough to make the passing of it cheap, little enough to share.
@@ -36,7 +37,14 @@ Results = list[Prompt | BadRow]
 class RendererPool:
     """`num_workers` processes that each load the tokenizer once."""
 
-    def __init__(self, tokenizer: str, options: ReadingOptions, *, num_workers: int) -> None:
+    def __init__(
+        self,
+        tokenizer: str,
+        options: ReadingOptions,
+        *,
+        num_workers: int,
+        bound: TokenBound = NO_BOUND,
+    ) -> None:
         """`tokenizer`: what `Renderer.load` takes. The processes start with the first rows."""
         self.num_workers = num_workers
         self._is_closed = False
@@ -48,7 +56,7 @@ class RendererPool:
             num_workers,
             mp_context=context,
             initializer=_begin,
-            initargs=(tokenizer, options, self._theirs),
+            initargs=(tokenizer, options, bound, self._theirs),
         )
 
     def __enter__(self) -> RendererPool:
@@ -111,7 +119,7 @@ def _batches(rows: Iterable[RawRow]) -> Iterator[Batch]:
 _renderer: Renderer | None = None
 
 
-def _begin(tokenizer: str, options: ReadingOptions, alive: Connection) -> None:
+def _begin(tokenizer: str, options: ReadingOptions, bound: TokenBound, alive: Connection) -> None:
     global _renderer
     # A signal for the whole group (Ctrl-C, the end of a service) is for the parent to act on: it
     # drains, and needs us for that.
@@ -122,7 +130,7 @@ def _begin(tokenizer: str, options: ReadingOptions, alive: Connection) -> None:
     ).start()
     # Each process is one of several already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _renderer = Renderer.load(tokenizer, options)
+    _renderer = Renderer.load(tokenizer, options, bound=bound)
 
 
 def _end_with_parent(alive: Connection) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -11,14 +11,18 @@ import numpy.typing as npt
 import xxhash
 
 from prompts.align import Encoding, Span, has_split_start, mark_spans
+from prompts.bounds import BYTES_PER_TOKEN, MAX_WHOLE_CHARS, TokenBound
 from prompts.conversation import ConversationReader, up_to_answer
-from prompts.dialects import Ids, Text, decode_row, label_of, read_item
+from prompts.dialects import Ids, Text, check_parts, decode_row, label_of, read_item
 from prompts.inputs import RawRow
 from prompts.mask import SpanFinder
 from prompts.options import DEFAULTS, ReadingOptions
+from prompts.thinking import THINK_END
 from prompts.tokenizer import ChatTokenizer
+from prompts.turns import Turn
 from prompts.types import Alteration, BadRow, Prompt, RowError, RowReason
 
+NO_BOUND: Final = TokenBound()
 #: What a digest says where there is nothing to digest.
 NO_DIGEST: Final = "none"
 
@@ -48,9 +52,19 @@ class Renderer:
     - Ids are taken as they are, with their mask, or with 1 throughout where they have none.
     """
 
-    def __init__(self, tokenizer: Any = None, options: ReadingOptions = DEFAULTS) -> None:
-        """`tokenizer`: a transformers tokenizer; without one only rows of ids give prompts."""
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        options: ReadingOptions = DEFAULTS,
+        *,
+        bound: TokenBound = NO_BOUND,
+    ) -> None:
+        """`tokenizer`: a transformers tokenizer; without one only rows of ids give prompts.
+
+        `bound`: texts far beyond it are not tokenised whole. A prompt may still be longer.
+        """
         self.options = options
+        self.bound = bound
         #: What another process can load the same tokenizer from; None where it was handed over.
         self.source: str | None = None
         self._tokenizer: ChatTokenizer | None = None
@@ -71,9 +85,10 @@ class Renderer:
         options: ReadingOptions = DEFAULTS,
         *,
         trust_remote_code: bool = False,
+        bound: TokenBound = NO_BOUND,
     ) -> Renderer:
         """With the tokenizer of a local model folder or a hub name. Raises `TokenizerError`."""
-        renderer = cls(options=options)
+        renderer = cls(options=options, bound=bound)
         renderer.source = path_or_name
         renderer._use(
             ChatTokenizer.load(
@@ -142,6 +157,7 @@ class Renderer:
                 detail = "needs a tokenizer: pass --tokenizer"
                 raise RowError(RowReason.RENDER_FAILED, detail)
             if isinstance(item, Text):
+                self._check_length([item.text])
                 return _Draft(
                     row=row,
                     label=label,
@@ -149,9 +165,12 @@ class Renderer:
                     alterations=_remarks(self._tokenizer, item.text),
                 )
             if row.part is not None:
+                check_parts(item, len(row.data))
                 item = up_to_answer(item, row.part)
+            self._check_length(list(map(_shown_of, item.turns)))
             reader = ConversationReader(self._tokenizer, self._finder, self.options, item)
             text, spans = reader.text_and_spans()
+            self._check_length([text])
         except RowError as exc:
             return _bad_row(row, label, exc)
         return _Draft(
@@ -163,13 +182,35 @@ class Renderer:
             has_answer=bool(spans),
         )
 
-    def _encoding(self, draft: _Draft | BadRow) -> Encoding | None:
+    def _check_length(self, texts: Sequence[str]) -> None:
+        """Raises `RowError` (too_long) where texts that are all in the prompt make it too long."""
+        bound = self.bound
+        assert self._tokenizer is not None
+        if bound.keeps_beginning or bound.is_near(texts):
+            return
+        if len(texts) > bound.too_many or self._tokenizer.has_more_tokens(texts, bound.too_many):
+            raise RowError(RowReason.TOO_LONG, f"more than {bound.too_many} tokens")
+        if sum(map(len, texts)) > max(MAX_WHOLE_CHARS, BYTES_PER_TOKEN * bound.max_tokens):
+            detail = f"more than {MAX_WHOLE_CHARS} characters, in few and long tokens"
+            raise RowError(RowReason.ROW_TOO_LARGE, detail)
+
+    def _encoding(self, draft: _Draft | BadRow) -> Encoding | BadRow | None:
         if isinstance(draft, BadRow) or draft.text is None or self._tokenizer is None:
             return None
-        return self._tokenizer.encode(draft.text)
+        if not self.bound.keeps_beginning or self.bound.is_near([draft.text]):
+            return self._tokenizer.encode(draft.text)
+        try:
+            return self._tokenizer.encode_beginning(draft.text, self.bound.max_tokens)
+        except RowError as exc:
+            return _bad_row(draft.row, draft.label, exc)
 
-    def _prompt(self, draft: _Draft, encoding: Encoding | None) -> Prompt | BadRow:
+    def _prompt(self, draft: _Draft, encoding: Encoding | BadRow | None) -> Prompt | BadRow:
         row = draft.row
+        if isinstance(encoding, BadRow):
+            return encoding
+        if encoding is not None and draft.spans is not None:
+            spans = [span for span in draft.spans if span[0] < len(encoding.text)]
+            draft = replace(draft, spans=spans)
         try:
             ids, mask = self._ids_and_mask(draft, encoding)
             alterations = set(draft.alterations)
@@ -213,6 +254,11 @@ def _bad_row(row: RawRow, label: str | None, error: RowError) -> BadRow:
         reason=error.reason,
         detail=error.detail,
     )
+
+
+def _shown_of(turn: Turn) -> str:
+    """What a rendering has of a turn whatever the template leaves out."""
+    return turn.content.rpartition(THINK_END)[2] if turn.role == "assistant" else turn.content
 
 
 def _remarks(tokenizer: ChatTokenizer, text: str) -> frozenset[Alteration]:

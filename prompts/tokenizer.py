@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Final
 
 import orjson
 import xxhash
 
 from prompts.align import Encoding, Places, Span
+from prompts.bounds import BYTES_PER_TOKEN, MAX_WHOLE_CHARS
 from prompts.messages import (
     PROBE_DEFINITION,
     PROBE_IDS,
@@ -33,6 +35,12 @@ from prompts.types import RowError, RowReason, TokenizerError
 GENERATION_BLOCK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 #: How much of a template's own complaint a row's detail repeats.
 MAX_COMPLAINT: Final = 160
+#: Characters that are tokenised at a time where only the number of tokens counts.
+PIECE_CHARS: Final = 1 << 14
+#: So many words behind a token make it certain that nothing which follows them changes it.
+WORDS_BEHIND: Final = 16
+#: How tokenizers without words write a space.
+_SPACE: Final = "\u2581"
 _WITHOUT: Final = "Rows of ids need none: --tokenizer none"
 #: Where a tokenizer's own ways would show: spaces, control tokens, several bytes, line breaks.
 _SAMPLE: Final = "Hello,  world\n\n é漢🙂 1234 def f(x):\n\treturn x"
@@ -216,13 +224,66 @@ class ChatTokenizer:
         if self._encode_fast is None:
             ids = self._encode_ids(text)
             return Encoding(text=text, ids=ids, places=None, encode_ids=self._encode_ids)
-        encoded = self._encode_fast(text)
+        return self._encoding(text, self._encode_fast(text))
+
+    def _encoding(self, text: str, encoded: Any) -> Encoding:
         places = Places(
             all=lambda: encoded.offsets,
             token_at=encoded.char_to_token,
             of_token=encoded.token_to_chars,
         )
         return Encoding(text=text, ids=encoded.ids, places=places, encode_ids=self._encode_ids)
+
+    def has_more_tokens(self, texts: Sequence[str], num_tokens: int) -> bool:
+        """Whether the pieces of the texts give more tokens; no more of them are tokenised.
+
+        An empty text counts as a token, as it has a header.
+        """
+        count = 0
+        for text in texts:
+            for start in range(0, max(1, len(text)), PIECE_CHARS):
+                count += max(1, len(self.encode(text[start : start + PIECE_CHARS]).ids))
+                if count > num_tokens:
+                    return True
+        return False
+
+    def encode_beginning(self, text: str, num_tokens: int) -> Encoding:
+        """The tokens of as much of the text as settles its first `num_tokens` tokens.
+
+        They are settled where words enough follow: a tokenizer looks no further than into the next
+        word. Raises `RowError` (too_long) where that takes more than `MAX_WHOLE_CHARS`.
+        """
+        num_chars = BYTES_PER_TOKEN * num_tokens
+        while num_chars < len(text):
+            beginning = text[:num_chars]
+            if self._encode_fast is not None:
+                encoded = self._encode_fast(beginning)
+                if self._num_words(encoded, num_tokens) > WORDS_BEHIND:
+                    return self._encoding(beginning, encoded)
+                if num_chars >= MAX_WHOLE_CHARS:
+                    detail = f"more than {num_chars} characters without words: cut it before"
+                    raise RowError(RowReason.TOO_LONG, detail)
+            num_chars *= 2
+        return self.encode(text)
+
+    def _num_words(self, encoded: Any, start: int) -> int:
+        """How many words certainly begin behind token `start`."""
+        num_words = len(set(encoded.word_ids[start:])) - 1
+        if num_words > WORDS_BEHIND or not self._words_begin_with_space:
+            return num_words
+        tokens = encoded.tokens[start:]
+        return sum(
+            token.startswith(_SPACE) and not before.endswith(_SPACE)
+            for before, token in pairwise(tokens)
+        )
+
+    @cached_property
+    def _words_begin_with_space(self) -> bool:
+        """Whether no token of the vocabulary has a space behind something else."""
+        control = set(self.control_tokens)
+        return not any(
+            _SPACE in token.lstrip(_SPACE) for token in self._hf.get_vocab() if token not in control
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, control tokens included."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import orjson
 
+from prompts.bounds import parse_json
 from prompts.types import Alteration, RowError, RowReason, kind_of
 
 #: How data sets write "nothing" where a column must have a value.
@@ -112,7 +113,7 @@ def _metadata_tools(row: Mapping[str, Any]) -> object:
     metadata = row.get("metadata")
     if isinstance(metadata, str) and '"tools"' in metadata:
         try:
-            metadata = orjson.loads(metadata)
+            metadata = parse_json(metadata)
         except orjson.JSONDecodeError:
             return None
     return metadata.get("tools") if isinstance(metadata, dict) else None
@@ -122,7 +123,7 @@ def _parsed(where: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return orjson.loads(value)
+        return parse_json(value)
     except orjson.JSONDecodeError as exc:
         raise _bad(f"{where}: a string that is no JSON ({exc.msg} at character {exc.pos})") from exc
 

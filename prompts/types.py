@@ -25,7 +25,7 @@ KEY_TAG: Final = b"hidden-state-extractor prompt 1\n"
 class RowReason(StrEnum):
     """Why an input row gives no prompt. Closed: every such row has exactly one of these."""
 
-    #: The line is not JSON (UTF-8; NaN, lone surrogates and more than 1,024 levels are not).
+    #: The line is not JSON (UTF-8; NaN and lone surrogates are not).
     BAD_JSON = "bad_json"
     #: JSON, but not an object.
     NOT_AN_OBJECT = "not_an_object"
@@ -56,6 +56,10 @@ class RowReason(StrEnum):
     RENDER_FAILED = "render_failed"
     #: The assistant turns cannot be located in the rendering with certainty.
     MASK_FAILED = "mask_failed"
+    #: More bytes or levels than a row may have (`prompts.bounds`), or too many turns to mask.
+    ROW_TOO_LARGE = "row_too_large"
+    #: More tokens than are of use, by far: it was not tokenised to its end.
+    TOO_LONG = "too_long"
     #: Reasoning that was to be kept is not in the rendering.
     THINKING_LOST = "thinking_lost"
     #: The row says itself that none of its answers is to be trained.

@@ -18,11 +18,12 @@ import pytest
 from templates import QWEN3, tokenizer_for
 
 from prompts import pool as pools
+from prompts.bounds import TokenBound
 from prompts.inputs import RawRow
 from prompts.options import DEFAULTS, ReadingOptions, Train
 from prompts.pool import RendererPool
 from prompts.render import Renderer
-from prompts.types import BadRow, Prompt, TokenizerError
+from prompts.types import BadRow, Prompt, RowReason, TokenizerError
 
 # A process takes seconds to start, on a busy machine many.
 pytestmark = pytest.mark.timeout(240)
@@ -96,6 +97,44 @@ def test_a_process_that_dies_is_an_error_with_what_to_do(folder: str) -> None:
         child.send_signal(signal.SIGKILL)
         with pytest.raises(TokenizerError, match="fewer --tokenizer-workers"):
             list(items)
+
+
+def test_the_processes_tokenise_within_the_bound_of_the_run(folder: str) -> None:
+    data = orjson.dumps({"text": "one two three " * 10_000})
+    row = RawRow(ordinal=0, source="a", line=1, data=data)
+    with RendererPool(folder, DEFAULTS, num_workers=1, bound=TokenBound(max_tokens=1000)) as pool:
+        (item,) = pool.prompts_from([row])
+    assert isinstance(item, BadRow)
+    assert (item.reason, item.detail) == (RowReason.TOO_LONG, "more than 2000 tokens")
+
+
+def test_ten_megabytes_in_a_row_take_little_more_memory_than_ten_bytes(folder: str) -> None:
+    script = (
+        "import resource, sys\n"
+        "from prompts.bounds import TokenBound\n"
+        "from prompts.inputs import RawRow\n"
+        "from prompts.render import Renderer\n"
+        "renderer = Renderer.load(sys.argv[1], bound=TokenBound(max_tokens=8192))\n"
+        "content = b'one two three ' * int(sys.argv[2])\n"
+        'data = b\'{"messages": [{"role": "user", "content": "%s"}]}\' % content\n'
+        "item = renderer.prompt_from(RawRow(ordinal=0, source='a', line=1, data=data))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, type(item).__name__)\n"
+    )
+
+    def peak_mib(num_words: int) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", script, folder, str(num_words)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        peak, kind = done.stdout.split()
+        return int(peak), kind
+
+    (small, _), (large, kind) = peak_mib(1), peak_mib(750_000)
+    assert kind == "BadRow"
+    assert large - small < 150  # 1,500 where it is tokenised
 
 
 def test_a_pool_that_is_closed_ends_its_processes_and_whoever_waits_for_them(folder: str) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import LAYOUT, Ids, prompt_of
 
-from extractor.admission import Admission, Room
+from extractor.admission import Admission, Room, token_bound
 from extractor.errors import RowRefused, UsageError
 from extractor.plan import Limits, Refusal
-from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
+from extractor.policy import DEFAULT_POLICY, OnBadRow, OnDuplicate, OnTooLong, Policy
 from manifest.states import Reason
+from prompts.bounds import TokenBound
 from prompts.types import Alteration, BadRow, Prompt, RowReason
 
 LIMITS = Limits(max_prompt_tokens=8, vocab_size=100, chunk_tokens=8)
@@ -60,6 +62,29 @@ def test_case_93_too_long_is_skipped_cut_or_stops_the_run() -> None:
     assert np.array_equal(cut.input_ids, row.input_ids[:8])
     with pytest.raises(RowRefused, match=r"prompts.jsonl:1: too_long: 9 tokens.*--on-too-long"):
         judge(row, on_too_long=OnTooLong.FAIL)
+
+
+def test_a_row_that_was_found_too_long_before_it_was_tokenised_is_judged_the_same() -> None:
+    row = replace(BAD, reason=RowReason.TOO_LONG, detail="more than 16 tokens")
+    detail = "more than 16 tokens, the server takes 8"
+    for policy in (OnTooLong.SKIP, OnTooLong.TRUNCATE):
+        judged = judge(row, on_too_long=policy, on_bad_row=OnBadRow.FAIL)
+        assert judged == Refusal(reason=Reason.TOO_LONG, detail=detail)
+    with pytest.raises(RowRefused, match=f"a.jsonl:4: too_long: {detail}.*--on-too-long"):
+        judge(row, on_too_long=OnTooLong.FAIL)
+    assert judge(row, None) == Refusal(
+        reason=Reason.TOO_LONG,
+        detail="more than 16 tokens, longer than any server is known to take",
+    )
+
+
+def test_rows_are_rendered_within_what_is_admitted() -> None:
+    assert token_bound(DEFAULT_POLICY, None) == TokenBound()
+    # Without a length to cut to, the beginning of a prompt is not the prompt.
+    truncate = Policy(on_too_long=OnTooLong.TRUNCATE)
+    assert token_bound(truncate, None) == TokenBound()
+    assert token_bound(truncate, LIMITS) == TokenBound(max_tokens=8, keeps_beginning=True)
+    assert token_bound(Policy(max_tokens=5), LIMITS) == TokenBound(max_tokens=5)
 
 
 def test_a_limit_of_ones_own_counts_when_it_is_lower() -> None:

@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompt_files import FORMS, as_array, as_arrow_file, as_arrow_stream, as_jsonl, as_parquet
 
-from prompts import compression
+from prompts import compression, containers
 from prompts.containers import open_container
 from prompts.dialects import decode_row
 from prompts.first_rows import NUM_ROWS, require_fields, require_rows
 from prompts.inputs import read_rows, scan_inputs
+from prompts.json_array import array_elements
 from prompts.options import ReadingOptions
 from prompts.paths import find_files, spool
 from prompts.types import InputError, RowError, RowReason
@@ -111,12 +112,12 @@ def test_files_of_all_kinds_are_numbered_through(tmp_path: Path) -> None:
     [
         (b'[{"a": 1}, {"a": ', "beyond its element 1: it is cut off: copy the file again"),
         (b'[{"a": 1}] {"a": 2}', "beyond its element 1: something stands behind its end"),
-        (b'[{"a": "\xff"}]', "beyond its element 0: it is not UTF-8: convert it [(]iconv"),
-        (b'[{"a": NaN}]', "beyond its element 0: NaN and Infinity are not JSON"),
-        (b'[{"a": -Infinity}]', "beyond its element 0: NaN and Infinity are not JSON"),
+        (b'[{"a": 1}, {"a": "]}', "beyond its element 1: it is cut off: copy the file again"),
+        (b'[{"a": 1}, ]', "beyond its element 1: an element is missing there"),
+        (b'[, {"a": 1}]', "beyond its element 0: an element is missing there"),
+        (b'[{"a": 1}}', "beyond its element 1: a bracket is closed there that is not open"),
         (gzip.compress(gzip.compress(b"{}")), "compressed twice"),
         ('{"text": "a"}'.encode("utf-16-le"), "UTF-16 without its mark"),
-        (b'[{"a": 1}, {"a": nil}]', "cannot be read beyond its element 1"),
         (b'[{"a": 1}]\n[{"a": 2}]', "rows of lists are not supported"),
         (b"[]", "no rows"),
         (gzip.compress(as_jsonl(ROWS))[:-20], "damaged or cut off"),
@@ -192,14 +193,23 @@ def test_memory_does_not_grow_with_the_file(
     assert peak_bytes(12_000) < peak_bytes(3_000) + (2 << 20)  # the files: 6 MB and 1.5 MB
 
 
-def test_a_number_beyond_64_bits_costs_its_row_and_not_the_file(tmp_path: Path) -> None:
+def test_an_element_that_is_not_json_costs_its_row_and_not_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    path.write_text('[{"id": 1.5}, {"id": 123456789012345678901234567890}, {"id": 3}]')
+    path.write_bytes(
+        b'[{"id": 1.5}, {"a": nil}, {"a": NaN}, {"a": -Infinity}, {"a": "\xff"}, {"a": 1],'
+        b' {"a": 1} {"a": 2}, 3, {"id": 123456789012345678901234567890}]'
+    )
     rows = list(read_rows(scan_inputs([path])))
-    assert [orjson.loads(row.data) for row in (rows[0], rows[2])] == [{"id": 1.5}, {"id": 3}]
-    with pytest.raises(RowError) as caught:
-        decode_row(rows[1].data)
-    assert caught.value.reason == RowReason.BAD_JSON
+    assert [decode_row(rows[number].data) for number in (0, 8)] == [
+        {"id": 1.5},
+        {"id": 1.2345678901234568e29},
+    ]
+    reasons = []
+    for row in rows[1:8]:
+        with pytest.raises(RowError) as caught:
+            decode_row(row.data)
+        reasons.append(caught.value.reason)
+    assert reasons == [RowReason.BAD_JSON] * 6 + [RowReason.NOT_AN_OBJECT]
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
@@ -219,14 +229,109 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         assert f"pip install 'hidden-state-extractor[{extra}]'" in str(caught.value)
 
 
-def test_a_line_without_end_is_refused_instead_of_being_read_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+BOUND = 1 << 21
+LARGE = '{"text": "%s"}' % ("x" * (BOUND * 16))
+
+
+@pytest.fixture
+def a_low_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prompts.bounds.MAX_ROW_BYTES", BOUND)
+
+
+@pytest.mark.usefixtures("a_low_bound")
+@pytest.mark.parametrize("pack", [plain, gzip.compress, zstandard.compress])
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (f'{{"id": 1}}\n{LARGE}\r\n\n{{"id": 2}}\n', [1, 2, 4]),
+        (f'\ufeff{LARGE}\n{{"id": 1}}\n{{"id": 2}}', [1, 2, 3]),
+        (f'{{"id": 1}}\n{{"id": 2}}\n{LARGE}', [1, 2, 3]),
+        (f'{{"id": 1}}\n{" " * BOUND * 4}\n{LARGE}\n{{"id": 2}}', [1, 3, 4]),
+        (f'[{{"id": 1}}, {LARGE},\n{{"id": 2}}]', [1, 2, 3]),
+        (f'\ufeff [ {LARGE}{" " * BOUND * 4}, {{"id": 1}}, {{"id": 2}} ] ', [1, 2, 3]),
+    ],
+)
+def test_a_row_of_too_many_bytes_fails_alone_and_is_not_held_in_memory(
+    tmp_path: Path, text: str, lines: list[int], pack: Callable[[bytes], bytes]
 ) -> None:
-    monkeypatch.setattr("prompts.containers.MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "a"
-    path.write_bytes(b"{}\n" + b"x" * (2 << 20))
-    with pytest.raises(InputError, match=r"a:2: a line of more than 1 MiB"):
-        scan_inputs([path])
+    path.write_bytes(pack(text.encode()))
+    tracemalloc.start()
+    try:
+        require_rows(str(path))
+        files = scan_inputs([path])
+        rows = list(read_rows(files))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 16 << 20  # the row: 32 MiB
+    assert [row.line for row in rows] == lines
+    assert [row.data.strip() for row in rows if row.data] == [b'{"id": 1}', b'{"id": 2}']
+    (large,) = [row for row in rows if not row.data]
+    with pytest.raises(RowError, match="row_too_large: the row has more than 2 MiB"):
+        decode_row(large.data)
+    skipped = list(read_rows(files, skip=lambda ordinal: ordinal != large.ordinal))
+    assert [row.line for row in skipped] == [large.line]
+
+
+@pytest.mark.usefixtures("a_low_bound")
+@pytest.mark.parametrize("extra", [0, 1])
+def test_the_bound_of_a_row_is_met_to_the_byte(tmp_path: Path, extra: int) -> None:
+    row = b'{"text": "%s"}' % (b"x" * (BOUND - 12 + extra))
+    for data in (row, row + b"\n", row + b"\n{}\n", b"[" + row + b"]"):
+        (tmp_path / "a").write_bytes(data)
+        first, *_ = read_rows(scan_inputs([tmp_path / "a"]))
+        assert len(first.data.strip()) == (0 if extra else BOUND)
+
+
+@pytest.mark.parametrize("chunk_bytes", [2, 3, 5, 7, 64])
+def test_an_element_is_cut_out_wherever_chunks_end(chunk_bytes: int) -> None:
+    elements = [
+        b'{"a": "\\\\", "b": [1, {"c": "]}"}]}',
+        b'{"\\"": "\\\\\\"", "d": ",[{"}',
+        b"[[1, 2], {}]",
+        b'"\\\\\\\\"',
+        b"1.50",
+    ]
+    data = b" [" + b" ,\n".join(elements) + b" ] \n"
+    assert list(array_elements(io.BytesIO(data), chunk_bytes)) == elements
+
+
+def test_deep_nesting_costs_neither_memory_nor_the_file(tmp_path: Path) -> None:
+    deep = b'{"a": %s1%s}' % (b"[" * 40_000, b"]" * 40_000)
+    path = tmp_path / "a"
+    path.write_bytes(b"[%s, {}]" % deep)
+    tracemalloc.start()
+    try:
+        rows = list(read_rows(scan_inputs([path])))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20  # 4 GB with a path for each level
+    finally:
+        tracemalloc.stop()
+    assert [row.data for row in rows] == [deep, b"{}"]
+
+
+@pytest.mark.parametrize("blank", [b"\n", b"\r\n", b" \t\n"])
+def test_blank_lines_are_passed_over_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank: bytes
+) -> None:
+    num_blank = 1_000_000
+    path = tmp_path / "a"
+    path.write_bytes(blank * num_blank + b" {}\n" + blank * 70 + b"  {}")
+    num_lines = 0
+    isspace = containers.is_blank
+
+    def counted(line: bytes) -> bool:
+        nonlocal num_lines
+        num_lines += 1
+        return isspace(line)
+
+    monkeypatch.setattr(containers, "is_blank", counted)
+    rows = list(read_rows(scan_inputs([path])))
+    assert [(row.line, row.data) for row in rows] == [
+        (num_blank + 1, b" {}\n"),
+        (num_blank + 72, b"  {}"),
+    ]
+    assert num_lines < 1000  # looked at one by one, in two passes
 
 
 def test_the_digest_is_that_of_the_bytes_on_the_disk(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_labels_are_json_so_that_1_and_the_string_1_stay_apart(
         (b'{"text":"a","score":NaN}', RowReason.BAD_JSON),
         (b'{"text":"\\ud800"}', RowReason.BAD_JSON),
         (b'{"text":"\xff"}', RowReason.BAD_JSON),
-        (b'{"a":' * 100_000, RowReason.BAD_JSON),
+        (b'{"a":' * 100_000, RowReason.ROW_TOO_LARGE),
         (b"[1]", RowReason.NOT_AN_OBJECT),
         (b"null", RowReason.NOT_AN_OBJECT),
         (b'"text"', RowReason.NOT_AN_OBJECT),

@@ -1,0 +1,137 @@
+"""The elements of a JSON array, cut out of its bytes without parsing them.
+
+An element is then parsed as a line is: what is wrong within one fails that row only, numbers keep
+their digits, and one that is too long is passed over in constant memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from prompts import bounds
+
+_ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
+_QUOTE, _COMMA = b'",'
+#: What each byte adds to the depth.
+_STEPS: Final = np.zeros(256, dtype=np.int64)
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_IS_STRUCTURE: Final = _STEPS != 0
+_IS_STRUCTURE[_COMMA] = True
+
+
+class ArrayFault(Exception):
+    """The array cannot be read on; says what is wrong and what to do."""
+
+
+def array_elements(stream: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
+    """The JSON of each element, or `OVERSIZED`; the stream begins with the array.
+
+    Raises `ArrayFault` where the array is cut off, lacks an element, or does not end the stream.
+    """
+    scanner = _Scanner()
+    element = _Element()
+    num_elements = 0
+    while chunk := scanner.whole(stream.read(chunk_bytes)):
+        start = 0
+        for position, is_end in scanner.borders(chunk):
+            if not scanner.is_begun:
+                scanner.is_begun = True  # the bracket that opens the array
+                if chunk[:position].strip():
+                    raise ArrayFault("something stands before its beginning: remove it")
+                start = position + 1
+                continue
+            element.add(chunk[start:position])
+            start = position + 1
+            data = element.take()
+            if data is None:
+                if num_elements or not is_end:
+                    raise ArrayFault("an element is missing there: remove the comma")
+            else:
+                num_elements += 1
+                yield data
+            if is_end:
+                _require_end(chunk[position:], stream, chunk_bytes)
+                return
+        element.add(chunk[start:])
+    raise ArrayFault("it is cut off: copy the file again")
+
+
+def _require_end(rest: bytes, stream: BinaryIO, chunk_bytes: int) -> None:
+    if not rest.startswith(b"]"):
+        raise ArrayFault("a bracket is closed there that is not open: remove it")
+    rest = rest[1:]
+    while not rest.strip():
+        if not (rest := stream.read(chunk_bytes)):
+            return
+    raise ArrayFault(
+        "something stands behind its end: remove it, or give one JSON object on each line; "
+        "rows of lists are not supported"
+    )
+
+
+class _Element:
+    """The bytes of one element, from one chunk or several."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size_bytes = 0
+
+    def add(self, part: bytes) -> None:
+        if not self._size_bytes:
+            part = part.lstrip()
+        self._size_bytes += len(part)
+        if self._size_bytes > bounds.MAX_ROW_BYTES:
+            self._parts.clear()
+        else:
+            self._parts.append(part)
+
+    def take(self) -> bytes | None:
+        """The element; None where there is only white space."""
+        size_bytes, data = self._size_bytes, b"".join(self._parts).rstrip()
+        self._parts, self._size_bytes = [], 0
+        if size_bytes > bounds.MAX_ROW_BYTES:
+            return bounds.OVERSIZED
+        return data or None
+
+
+class _Scanner:
+    """Finds the array's commas and its end, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self.is_begun = False
+        self._depth = 0
+        self._is_in_string = False
+        self._held = b""
+
+    def whole(self, data: bytes) -> bytes:
+        """The chunk that `data` makes, without a backslash at its end: the next one begins there.
+
+        Empty at the end of the stream only.
+        """
+        data, self._held = self._held + data, b""
+        if len(data) > 1 and (len(data) - len(data.rstrip(b"\\"))) % 2:
+            data, self._held = data[:-1], b"\\"
+        return data
+
+    def borders(self, chunk: bytes) -> list[tuple[int, bool]]:
+        """Where the array begins, where an element ends, and whether the array ends there."""
+        plain = _ESCAPE.sub(b"__", chunk) if b"\\" in chunk else chunk
+        values: npt.NDArray[Any] = np.frombuffer(plain, dtype=np.uint8)
+        quotes = np.flatnonzero(values == _QUOTE)
+        places = np.flatnonzero(_IS_STRUCTURE[values])
+        in_string = (np.searchsorted(quotes, places) + self._is_in_string) % 2 == 1
+        places = places[~in_string]
+        found = values[places]
+        depths = self._depth + np.cumsum(_STEPS[found])
+        self._is_in_string = (len(quotes) + self._is_in_string) % 2 == 1
+        is_border = ((found == _COMMA) & (depths == 1)) | (depths == 0)
+        if not self.is_begun:
+            is_border[:1] = True
+        if len(depths):
+            self._depth = int(depths[-1])
+        return list(zip(places[is_border].tolist(), (depths[is_border] == 0).tolist(), strict=True))
