@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from plugin.serving import Serving, serve, wait_for
+from plugin.serving import Serving, serve, update_weights, wait_for
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(480)]
 
@@ -30,17 +28,6 @@ def changed_copy(model: Path, target: Path) -> Path:
     weight.view(torch.int32)[5, 7] ^= 1
     save_file(tensors, file, metadata={"format": "pt"})
     return target
-
-
-def update(server: Serving, model: Path, **extra: Any) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"{server.url}/update_weights_from_disk",
-        data=json.dumps({"model_path": str(model), **extra}).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        answer: dict[str, Any] = json.load(reply)
-    return answer
 
 
 def weights_of_dump(server: Serving, rid: str) -> str | None:
@@ -67,7 +54,7 @@ def test_weights_are_named_by_their_content_and_updates_are_seen(
         assert json.loads(loaded.settings["rope"])["max_position_embeddings"] == 8192
         assert weights_of_dump(server, "xtr-before") == loaded.weights
 
-        assert update(server, changed, weight_version="v2")["success"]
+        assert update_weights(server, changed, weight_version="v2")["success"]
         (updated,) = server.readies()
         assert updated.weights is not None and updated.weights.startswith(f"{loaded.weights}+")
         assert updated.weight_version == "v2"
@@ -76,7 +63,7 @@ def test_weights_are_named_by_their_content_and_updates_are_seen(
         assert answer["meta_info"]["weight_version"] == "v2"
 
         with pytest.raises(urllib.error.HTTPError):  # it may have changed some of the weights
-            update(server, tmp_path / "nothing-here")
+            update_weights(server, tmp_path / "nothing-here")
         (failed,) = server.readies()
         assert failed.weights not in (loaded.weights, updated.weights)
         assert failed.weight_version == "v2"
