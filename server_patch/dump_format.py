@@ -148,7 +148,8 @@ class ErrorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """READY.json: written once, when capture is armed and the writers run."""
+    """READY.json: written when capture is armed and the writers run, and again when the weights
+    in memory or their label change."""
 
     format_version: int
     boot_id: str
@@ -182,8 +183,8 @@ class Ready:
     #: What /proc/self/ns/pid links to: `pid` means something to processes of that namespace only.
     pid_namespace: str | None = None
     #: Id of the weights in memory: the fingerprint of their bytes at load, over all ranks of this
-    #: replica, followed by `+` and a random part once they have been updated in place. None where
-    #: it could not be computed.
+    #: replica, followed by `+` and a part of its own for each update in place. None where it could
+    #: not be computed; `unknown+...` after an update then.
     weights: str | None = None
     #: Digest of name, dtype and shape of every tensor on every rank. Fingerprints are comparable
     #: only between equal layouts: another tensor-parallel size stores other slices.

@@ -115,7 +115,7 @@ _ROPE: Final = (
 #: Of any config: where it came from.
 _VOLATILE: Final = ("_name_or_path", "_commit_hash", "transformers_version")
 #: Values of settings that are off.
-_OFF: Final = ("", "auto", "none", "{}", "[]")
+_OFF: Final = ("", "0", "auto", "default", "none", "trivial", "{}", "[]")
 _MAX_SETTING_CHARS: Final = 300
 
 
@@ -137,6 +137,8 @@ def numeric_settings(runner: Any) -> dict[str, str]:
     for target in targets.NUMERIC_SETTINGS:
         name = target.places[0].rpartition(".")[2]
         values[name] = settings.get(name)
+    if not values.get("kt_weight_path"):
+        values["kt_method"] = None  # has a value also where no expert is on the CPU
     # The model's own config decides when no argument does.
     values["quantization"] = getattr(config, "quantization", None) or values["quantization"]
     texts = {name: _setting_text(value) for name, value in values.items()}

@@ -125,6 +125,18 @@ class Serving:
         return [path for directory in self.directories for path in sorted(directory.iterdir())]
 
 
+def update_weights(server: Serving, model: Path, **extra: Any) -> dict[str, Any]:
+    """Have the server read the weights of `model` into the model that it serves."""
+    request = urllib.request.Request(
+        f"{server.url}/update_weights_from_disk",
+        data=json.dumps({"model_path": str(model), **extra}).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        answer: dict[str, Any] = json.load(reply)
+    return answer
+
+
 def read_dump(path: Path) -> Dump:
     found = read_header(path)
     data = path.read_bytes()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from plugin.serving import Serving, serve, wait_for
+from plugin.serving import Serving, serve, update_weights, wait_for
 from server_patch.dump_format import dump_name
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(480)]
@@ -79,11 +79,20 @@ def test_answers_equal_those_of_a_plain_server_bit_for_bit(
         model_dir("llama"), tmp_path / "none", boundaries="eagle3", args=ARGS, plugin=False
     ) as plain:
         without = ask_all(plain)
+        # An update in place is answered alike, and the answers after it are alike too.
+        replies = [update_weights(server, model_dir("llama")) for server in (patched, plain)]
+        after = [
+            stable(server.generate("xtr-after-update", list(range(3, 60))))
+            for server in (patched, plain)
+        ]
         assert not (tmp_path / "none").exists()
     assert [answer["meta_info"]["id"] for answer in without] == [
         request["rid"] for request in make_requests()
     ]
     assert with_plugin == without
+    assert replies[0] == replies[1]
+    assert after[0] == after[1]
+    patched.take_sample("xtr-after-update", 57)
     wait_for(lambda: len(list(patched.dumps())) >= 25)
     assert {dump.header.rid for _, dump in patched.dumps()} == {
         request["rid"] for request in make_requests() if request["rid"].startswith("xtr-")
