@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from prompts.align import Encoding, Span, has_split_start, mark_spans
+from prompts.ambient import current_moment
 from prompts.conversation import ConversationReader, up_to_answer
 from prompts.dialects import Ids, Text, decode_row, label_of, read_item
 from prompts.inputs import RawRow
@@ -50,7 +51,8 @@ class Renderer:
 
     def __init__(self, tokenizer: Any = None, options: ReadingOptions = DEFAULTS) -> None:
         """`tokenizer`: a transformers tokenizer; without one only rows of ids give prompts."""
-        self.options = options
+        #: With a time in any case, so that all processes have the same.
+        self.options = options if options.now else replace(options, now=current_moment())
         #: What another process can load the same tokenizer from; None where it was handed over.
         self.source: str | None = None
         self._tokenizer: ChatTokenizer | None = None
@@ -61,6 +63,7 @@ class Renderer:
                     tokenizer,
                     template=options.chat_template,
                     template_kwargs=options.template_kwargs,
+                    now=self.options.now,
                 )
             )
 
@@ -81,6 +84,7 @@ class Renderer:
                 trust_remote_code=trust_remote_code,
                 template=options.chat_template,
                 template_kwargs=options.template_kwargs,
+                now=renderer.options.now,
             )
         )
         return renderer
@@ -105,6 +109,14 @@ class Renderer:
         if self._tokenizer is None or self._tokenizer.template is None:
             return NO_DIGEST
         return xxhash.xxh3_128_hexdigest(self._tokenizer.template.encode())
+
+    @property
+    def now(self) -> str | None:
+        """The time that the chat template is given, in ISO 8601; None where it asks for none."""
+        if self._tokenizer is None or not self._tokenizer.reads_clock:
+            return None
+        assert self.options.now is not None
+        return self.options.now.isoformat()
 
     @property
     def vocab_size(self) -> int | None:
