@@ -160,6 +160,9 @@ class ChatTokenizer:
                 "class": type(hf).__name__,
                 "vocabulary": {str(k): v for k, v in hf.get_vocab().items()},
             }
+        if getattr(hf, "split_special_tokens", False):
+            # Of a tokenizer in memory only: no part of its state as JSON.
+            state["split_special_tokens"] = True
         state["special_tokens"] = {
             name: str(token) for name, token in hf.special_tokens_map.items()
         }

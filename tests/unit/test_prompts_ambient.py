@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from templates import QWEN3, tokenizer_for
@@ -164,3 +166,47 @@ def test_the_environment_of_a_process_changes_no_prompt(tmp_path: Path) -> None:
         found.append(done.stdout)
     assert found[0] == found[1]
     assert len(json.loads(found[0])[0]) == 32
+
+
+def edit(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def act(folder: Path) -> None:
+        path = folder / name
+        document = json.loads(path.read_text()) if path.exists() else {}
+        change(document)
+        path.write_text(json.dumps(document))
+
+    return act
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "merges": edit("tokenizer.json", lambda t: t["model"]["merges"].reverse()),
+    "vocabulary": edit("tokenizer.json", lambda t: t["model"]["vocab"].update(h=70, q=72)),
+    "pre-tokenizer": edit("tokenizer.json", lambda t: t["pre_tokenizer"].update(
+        add_prefix_space=True)),
+    "normalizer": edit("tokenizer.json", lambda t: t.update(normalizer={"type": "Lowercase"})),
+    "class": edit("tokenizer_config.json", lambda c: c.update(tokenizer_class="Qwen2Tokenizer")),
+    "split": edit("tokenizer_config.json", lambda c: c.update(split_special_tokens=True)),
+    "special": edit("tokenizer_config.json", lambda c: c.update(extra_special_tokens=["Hi"])),
+    "special map": edit("special_tokens_map.json", lambda m: m.update(
+        additional_special_tokens=["Hi"])),
+    "added": edit("added_tokens.json", lambda a: a.update(Hi=700)),
+    "template": lambda folder: (folder / "chat_template.jinja").write_text(QWEN3 + "!"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_a_file_of_the_tokenizer_that_changes_a_prompt_changes_a_digest(
+    tmp_path: Path, change: str
+) -> None:
+    row = replace(ROW, data=b'{"prompt": "Hi <|im_end|>  there", "completion": "fine  thanks"}')
+    tokenizer_for(QWEN3).save_pretrained(tmp_path)
+    found = []
+    for act in (lambda folder: None, CHANGES[change]):
+        act(tmp_path)
+        renderer = Renderer.load(str(tmp_path))
+        prompt = renderer.prompt_from(row)
+        assert isinstance(prompt, Prompt)
+        found.append((prompt.key, (renderer.tokenizer_digest, renderer.template_digest)))
+    (key, digests), (other_key, other_digests) = found
+    assert key != other_key
+    assert digests != other_digests
