@@ -114,7 +114,7 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        RendererPool(arguments.tokenizer, DEFAULTS, num_workers=arguments.workers) as pool,
+        RendererPool(Renderer.load(arguments.tokenizer), num_workers=arguments.workers) as pool,
         ProcessPoolExecutor(
             arguments.workers,
             mp_context=multiprocessing.get_context("spawn"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,9 +13,10 @@ import orjson
 
 from extractor.errors import UsageError
 from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
+from prompts.ambient import parse_moment
 from prompts.options import Leading, ReadingOptions, Thinking, Tools, Train
 from prompts.tokenizer import check_template
-from prompts.types import TokenizerError
+from prompts.types import InputError, TokenizerError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -96,6 +98,13 @@ _READING = (
         metavar="JSON",
         help="Values for the chat template, such as '{\"enable_thinking\": false}'.",
     ),
+    click.option(
+        "--now",
+        default=None,
+        metavar="ISO8601",
+        help="Time that a chat template which writes the date is given; without an offset, UTC.  "
+        "[default: that of the data set's first run]",
+    ),
 )
 
 _POLICY = (
@@ -162,7 +171,7 @@ def policy_options(function: Function) -> Function:
 def reading_from(values: dict[str, Any]) -> ReadingOptions:
     """Takes its options out of `values`. Raises UsageError, InputError."""
     fields, template = values.pop("fields"), values.pop("chat_template")
-    kwargs = values.pop("template_kwargs")
+    kwargs, now = values.pop("template_kwargs"), values.pop("now")
     return ReadingOptions(
         fields=tuple(fields.split(",")) if fields is not None else (),
         role_map=dict(map(_role_pair, values.pop("role_maps"))),
@@ -174,6 +183,7 @@ def reading_from(values: dict[str, Any]) -> ReadingOptions:
         ignored_columns=tuple(values.pop("ignored_columns")),
         template_kwargs={} if kwargs is None else _json_object("--template-kwargs", kwargs),
         chat_template=None if template is None else _text_of(template),
+        now=None if now is None else _moment(now),
     )
 
 
@@ -204,6 +214,13 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{option}: a JSON object is needed, as in '{{\"key\": 1}}'")
     return value
+
+
+def _moment(text: str) -> datetime:
+    try:
+        return parse_moment(text)
+    except InputError as error:
+        raise UsageError(f"--now {error}") from error
 
 
 def _text_of(path: Path) -> str:

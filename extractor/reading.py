@@ -59,9 +59,7 @@ def prompts_of(
     if not num_workers or renderer.source is None:
         yield read_prompts(files, renderer, skip=skip)
         return
-    with RendererPool(
-        renderer.source, renderer.options, num_workers=num_workers, bound=renderer.bound
-    ) as pool:
+    with RendererPool(renderer, num_workers=num_workers) as pool:
         yield pool.prompts_from(raw_rows(files, renderer.options, skip=skip))
 
 

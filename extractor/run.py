@@ -42,10 +42,12 @@ from extractor.reading import renderer_for
 from extractor.reconcile import Reconciled, reconcile
 from extractor.report import session_document, totals_document, totals_table
 from extractor.runstate import (
+    NOW,
     RunState,
     begin_or_continue,
     begun_with_identity,
     require_same_inputs,
+    with_frozen_clock,
 )
 from extractor.server_watch import RESTART_ADVICE
 from extractor.session import Session, shard_settings
@@ -182,6 +184,7 @@ async def _run(
         require_begun(options.out)
     else:
         await require_same_inputs(owner, options, files)
+    options = await with_frozen_clock(owner, options, state)
     left = await reconcile(owner, options.shards_path, note=reporter.note)
     state.forget(left.lost)
     async with clients_of(
@@ -203,10 +206,18 @@ async def _run(
             ready,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
-            reading=options.reading_document,
+            reading=options.reading_document | ({NOW: renderer.now} if renderer.now else {}),
             inputs=tuple(file.digest for file in files),
         )
-        identity = await begin_or_continue(owner, options.out, identity, files, state)
+        identity = await begin_or_continue(
+            owner,
+            options.out,
+            identity,
+            files,
+            state,
+            renderer,
+            has_work=not state.is_finished or options.retry_failed,
+        )
         options.shards_path.mkdir(exist_ok=True)
         provenance = await Provenance.load(
             owner, options.out, identity, allow_change=options.allow_model_change

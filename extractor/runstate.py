@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from extractor import __version__
 from extractor.config import Identity, RunOptions
+from extractor.errors import ConfigMismatch
 from extractor.measurements import Counters
+from manifest.folding import PROMPT_CHANGED
 from manifest.owner import StoreOwner
 from manifest.records import Source
 from manifest.store import Store
+from prompts.ambient import parse_moment
 from prompts.inputs import InputFile
+from prompts.render import Renderer
+from prompts.stream import read_prompts
+from prompts.tokenizer import library_versions
+from prompts.types import Alteration, BadRow, Prompt
 
 RUN_ID = "run_id"
+#: Versions of the packages that made the first prompts; for a person, and bound to nothing.
+LIBRARIES = "libraries"
+#: In `Identity.reading`: the time that the chat template is given; absent where it asks for none.
+NOW = "now"
+#: Stored rows that are made again when a data set goes on.
+NUM_COMPARED = 8
+CLOCK_ADVICE = (
+    "\nThe chat template writes the time. For a data set whose dataset.json has no `now`, name the "
+    "date of its first run: --now 2026-01-31"
+)
 #: Most files that a message names.
 MAX_NAMES = 4
 
@@ -77,14 +96,31 @@ class RunState:
         return not self.is_new and self.counters.settled == self.counters.num_rows
 
 
+async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunState) -> RunOptions:
+    """The same, with the time that the data set's chat template was given, where it was given any
+    and no other is asked for."""
+    if state.is_new or options.reading.now is not None:
+        return options
+    moment = (await begun_with_identity(owner)).reading.get(NOW)
+    if moment is None:
+        return options
+    return replace(options, reading=replace(options.reading, now=parse_moment(str(moment))))
+
+
 async def begin_or_continue(
     owner: StoreOwner,
     out: Path,
     identity: Identity,
     files: Sequence[InputFile],
     state: RunState,
+    renderer: Renderer,
+    *,
+    has_work: bool,
 ) -> Identity:
-    """What the data set is of, as the manifest has it. Raises ConfigMismatch."""
+    """What the data set is of, as the manifest has it. Raises ConfigMismatch.
+
+    has_work: rows are left to send, for which the prompts must be what they were.
+    """
     if state.is_new:
         sources = [
             Source(
@@ -96,13 +132,69 @@ async def begin_or_continue(
             )
             for number, file in enumerate(files)
         ]
-        document = {**identity.to_document(), RUN_ID: state.run_id, "version": __version__}
+        document = {
+            **identity.to_document(),
+            RUN_ID: state.run_id,
+            "version": __version__,
+            LIBRARIES: library_versions(),
+        }
         await owner.call(lambda store: store.begin(document, sources))
         return identity
     begun_with = await begun_with_identity(owner)
-    identity.require_same(begun_with, out=out)
+    goes_on_with = begun_with
+    if NOW in identity.reading and NOW not in begun_with.reading:
+        # Begun by a version of this tool that recorded no time: it is frozen from now on.
+        reading = {**begun_with.reading, NOW: identity.reading[NOW]}
+        goes_on_with = replace(begun_with, reading=reading)
+    identity.require_same(goes_on_with, out=out)
+    if not has_work:
+        return begun_with
+    await _require_same_prompts(owner, out, files, renderer)
+    if goes_on_with != begun_with:
+        await owner.call(lambda store: store.amend("reading", dict(goes_on_with.reading)))
     await owner.call(lambda store: store.reopen_unfinished())
-    return begun_with
+    return goes_on_with
+
+
+async def _require_same_prompts(
+    owner: StoreOwner, out: Path, files: Sequence[InputFile], renderer: Renderer
+) -> None:
+    """Raise ConfigMismatch where stored rows, made again, are other prompts.
+
+    Whatever a prompt depends on and the identity does not name shows here, at the cost of a few
+    rows. Rows that are planned and not stored are compared one by one when they are read again.
+    """
+    stored = {row.ordinal: row for row in await owner.call(lambda s: s.first_stored(NUM_COMPARED))}
+    if not stored:
+        return
+
+    def read() -> list[Prompt | BadRow]:
+        skip_others = read_prompts(files, renderer, skip=lambda ordinal: ordinal not in stored)
+        return list(islice(skip_others, len(stored)))
+
+    for item in await asyncio.to_thread(read):
+        row = stored[item.ordinal]
+        if isinstance(item, Prompt) and Alteration.TRUNCATED in row.alterations:
+            item = item.cut(row.num_tokens or 1)
+        if isinstance(item, Prompt) and item.key == row.key:
+            continue
+        now = f"{item.num_tokens} tokens" if isinstance(item, Prompt) else item.reason
+        before = (await owner.call(Store.identity)).get(LIBRARIES, {})
+        raise ConfigMismatch(
+            f"{out}: {item.source}:{item.line}: row {item.ordinal} gives another prompt than the "
+            f"one that is stored: {row.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
+            + _other_versions(before)
+            + (CLOCK_ADVICE if renderer.now else "")
+        )
+
+
+def _other_versions(before: Mapping[str, str]) -> str:
+    now = library_versions()
+    return "".join(
+        f"\n  {name}: begun with {before[name]}, now {now.get(name, 'absent')}"
+        for name in before
+        if before[name] != now.get(name)
+    )
 
 
 async def begun_with_identity(owner: StoreOwner) -> Identity:
@@ -115,10 +207,12 @@ async def require_same_inputs(
 ) -> None:
     """Raise ConfigMismatch for other prompts than the manifest's; this needs no server."""
     begun_with = await begun_with_identity(owner)
+    # Whether the time matters is for the chat template to say, which comes with the server.
+    clock = {NOW: begun_with.reading[NOW]} if NOW in begun_with.reading else {}
     now = replace(
         begun_with,
         inputs=tuple(file.digest for file in files),
-        reading=options.reading_document,
+        reading={**options.reading_document, **clock},
     )
     other_inputs = None
     if now.inputs != begun_with.inputs:

@@ -13,3 +13,7 @@ class ManifestMissing(ManifestError):
 
 class ManifestSpaceError(ManifestError):
     """The manifest's disk is full or fails; what was committed is safe."""
+
+
+class PromptChanged(ManifestError):
+    """A row gives another prompt than the one that an earlier session planned for it."""

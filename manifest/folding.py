@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from manifest.errors import PromptChanged
 from manifest.records import (
     Change,
     Failed,
@@ -22,6 +23,12 @@ from manifest.records import (
 )
 from manifest.states import Event, IllegalTransition, Reason, State, advance
 
+#: The alteration of a prompt that was cut.
+TRUNCATED = "truncated"
+PROMPT_CHANGED = (
+    "What is stored is sound, but something has changed that the data set does not record, such as "
+    "the version of a package. Use what the data set was begun with, or another --out."
+)
 #: Most rows that are remembered between batches, about 1 KB each.
 MAX_REMEMBERED = 4_000
 
@@ -77,8 +84,9 @@ class Rows:
     def fold(self, changes: Sequence[Change]) -> Batch:
         """What `changes`, in order, make of the rows that they touch.
 
-        Raises IllegalTransition when a change does not follow from the state that its row is in.
-        After that, or when the batch could not be written, this object is of no use any more.
+        Raises IllegalTransition when a change does not follow from the state that its row is in,
+        PromptChanged when a row's prompt is not what it was. After that, or when the batch could
+        not be written, this object is of no use any more.
         """
         entries = self._entries
         shards: set[int | None] = set()
@@ -149,8 +157,15 @@ def _begin_again(entry: Entry, change: Planned | Rejected) -> Entry:
     if isinstance(change, Rejected):
         entry.state, entry.reason = State.FAILED, change.reason
         return entry
-    # An earlier session may have left it with another key: some chat templates write today's date.
-    # Nothing of it is stored, so today's counts.
+    names = (entry.alterations or "").split(",")
+    # A prompt is cut to what the server takes, which may be another one now.
+    is_cut = TRUNCATED in names or TRUNCATED in change.alterations
+    if entry.key not in (None, change.key) and not is_cut:
+        raise PromptChanged(
+            f"row {change.ordinal} (line {change.line} of its file) gives another prompt than in "
+            f"an earlier session: {entry.num_tokens} tokens then, {change.num_tokens} now. "
+            f"{PROMPT_CHANGED}"
+        )
     entry.state, entry.key = State.PLANNED, change.key
     entry.num_tokens, entry.num_trained = change.num_tokens, change.num_trained
     entry.alterations = ",".join(change.alterations) or None

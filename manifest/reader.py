@@ -141,6 +141,15 @@ class Reader:
             ),
         )
 
+    def first_stored(self, count: int) -> list[Row]:
+        """The stored rows of the lowest ordinals."""
+        with explained(self.path):
+            rows = self._db.execute(
+                f"SELECT {_COLUMNS} FROM prompts WHERE state = 'stored' ORDER BY ordinal LIMIT ?",
+                (count,),
+            ).fetchall()
+        return [_row(row) for row in rows]
+
     def failed_rows(self) -> Iterator[Row]:
         """The failed rows, by ordinal."""
         return map(

@@ -88,13 +88,22 @@ class Store(Reader):
                     "INSERT INTO canaries (server, dump) VALUES (?, ?)", (start.number, canary)
                 )
 
+    def amend(self, name: str, value: Any) -> None:
+        """Record one more thing, or another, of what the data set is of."""
+        with self._writing():
+            self._db.conn.execute(
+                "INSERT OR REPLACE INTO identity (name, value) VALUES (?, ?)",
+                (name, json.dumps(value)),
+            )
+
     # --- prompts -----------------------------------------------------------------------------
 
     def apply(self, changes: Iterable[Change]) -> None:
         """Write `changes`, in order, in one durable transaction: all or none.
 
         Raises IllegalTransition when a change does not follow from the state that the row is in,
-        ManifestSpaceError when the disk is full.
+        PromptChanged when a row's prompt is not what it was, ManifestSpaceError when the disk is
+        full.
         """
         self._require_writer()
         with explained(self.path):

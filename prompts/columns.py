@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -22,10 +23,14 @@ ARROW_FILE_MAGIC: Final = b"ARROW1"
 NumberedRow = tuple[int, bytes | None]
 
 
-def parquet_rows(path: str, name: str, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
+#: Where the bytes of a file lie: its path, or an open file that can seek.
+Place = str | io.RawIOBase
+
+
+def parquet_rows(place: Place, name: str, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
     """The rows of a Parquet file; row groups whose rows are all skipped are not even read.
 
-    `path`: where its bytes lie; `name`: what to call it in messages.
+    `name`: what to call it in messages.
     """
     try:
         import pyarrow.parquet as pq
@@ -33,7 +38,7 @@ def parquet_rows(path: str, name: str, skip: Callable[[int], bool]) -> Iterator[
         raise missing_extra(name, "parquet", "pyarrow", exc) from exc
 
     # Without these two, a row group (often the whole file) is read into memory at once.
-    with pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
+    with pq.ParquetFile(place, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
         index = 0
         for group in range(file.num_row_groups):
             num_rows = file.metadata.row_group(group).num_rows
@@ -56,23 +61,24 @@ def _rows_at_a_time(group: Any) -> int:
     return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, largest)))
 
 
-def parquet_num_rows(path: str, name: str) -> int:
+def parquet_num_rows(place: Place, name: str) -> int:
     """As the file's own footer tells."""
     try:
         import pyarrow.parquet as pq
     except ImportError as exc:
         raise missing_extra(name, "parquet", "pyarrow", exc) from exc
-    return int(pq.read_metadata(path).num_rows)
+    return int(pq.read_metadata(place).num_rows)
 
 
-def arrow_rows(path: str, name: str, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
+def arrow_rows(place: Place, name: str, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
     """The rows of an Arrow file, as Hugging Face's datasets write them (stream or file format)."""
     try:
         import pyarrow as pa
     except ImportError as exc:
         raise missing_extra(name, "parquet", "pyarrow", exc) from exc
 
-    with pa.OSFile(path) as source:
+    with _opened(pa, place) as source:
+        source.seek(0)
         is_file = source.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
         source.seek(0)
         index = 0
@@ -81,6 +87,12 @@ def arrow_rows(path: str, name: str, skip: Callable[[int], bool]) -> Iterator[Nu
                 part = batch.slice(start, BATCH_ROWS)
                 yield from _batch_rows(part, index, skip)
                 index += part.num_rows
+
+
+def _opened(pa: Any, place: Place) -> Any:
+    if isinstance(place, str):
+        return pa.OSFile(place)
+    return pa.PythonFile(io.BufferedReader(place, BUFFER_BYTES))
 
 
 def _arrow_batches(pa: Any, source: Any, is_file: bool) -> Iterator[Any]:

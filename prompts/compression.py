@@ -1,4 +1,4 @@
-"""A file's bytes, decompressed and digested as they are read: never more than a chunk in memory."""
+"""A file's bytes, decompressed as they are read: never more than a chunk in memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Final
-
-import xxhash
+from typing import Any, Final
 
 from prompts.types import InputError
 
@@ -22,32 +20,6 @@ MAX_WINDOW_BYTES: Final = 1 << 31
 #: small, and smaller where they give much.
 MIN_BITE_BYTES: Final = 1 << 6
 MAX_BITE_BYTES: Final = 1 << 11
-
-
-class DigestingFile(io.RawIOBase):
-    """Reads a file once, from its start to its end, and knows the digest of what was read."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._digest = xxhash.xxh3_128()
-        self.size_bytes = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        data = self._file.read(len(buffer))
-        buffer[: len(data)] = data
-        self._digest.update(data)
-        self.size_bytes += len(data)
-        return len(data)
-
-    def drain(self) -> str:
-        """Read what is left; the digest of the whole file, 32 hexadecimal digits."""
-        while data := self._file.read(CHUNK_BYTES):
-            self._digest.update(data)
-            self.size_bytes += len(data)
-        return self._digest.hexdigest()
 
 
 class _ZstdFile(io.RawIOBase):

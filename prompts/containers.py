@@ -22,12 +22,12 @@ from functools import cached_property
 from typing import Any, BinaryIO, Final
 
 from prompts import bounds
-from prompts.columns import NumberedRow, arrow_rows, parquet_num_rows, parquet_rows
+from prompts.blocks import BlockFile
+from prompts.columns import NumberedRow, Place, arrow_rows, parquet_num_rows, parquet_rows
 from prompts.compression import (
     CHUNK_BYTES,
     GZIP_MAGIC,
     ZSTD_MAGIC,
-    DigestingFile,
     decompressed,
     explained,
 )
@@ -68,6 +68,7 @@ class Container:
         *,
         kind: Kind,
         path: str,
+        blocks: BlockFile,
         stream: io.BufferedReader[Any],
         is_compressed: bool,
         stack: ExitStack,
@@ -75,15 +76,21 @@ class Container:
         """stack: ends with the container's use."""
         self.kind = kind
         self._path = path
+        self._blocks = blocks
         self._stream = stream
         self._is_compressed = is_compressed
         self._stack = stack
 
+    @property
+    def is_read_at_random(self) -> bool:
+        """Whether the file itself is, so that reading its rows records no digests."""
+        return self.kind in (Kind.PARQUET, Kind.ARROW) and not self._is_compressed
+
     @cached_property
-    def _columns_path(self) -> str:
+    def _columns_place(self) -> Place:
         """Where the bytes of a column format lie, which is read at random."""
         if not self._is_compressed:
-            return self._path
+            return self._blocks
         copy = self._stack.enter_context(tempfile.NamedTemporaryFile(prefix="prompts-"))
         while data := self._stream.read(CHUNK_BYTES):
             try:
@@ -110,34 +117,40 @@ class Container:
                 case Kind.JSON_ARRAY:
                     yield from _elements(self._stream, self._path, skip)
                 case Kind.PARQUET:
-                    yield from parquet_rows(self._columns_path, self._path, skip)
+                    yield from parquet_rows(self._columns_place, self._path, skip)
                 case Kind.ARROW:
-                    yield from arrow_rows(self._columns_path, self._path, skip)
+                    yield from arrow_rows(self._columns_place, self._path, skip)
 
     def count_rows(self) -> int:
         """How many rows there are; `rows` cannot be called afterwards."""
         if self.kind is Kind.PARQUET:
             with explained(self._path):
-                return parquet_num_rows(self._columns_path, self._path)
+                return parquet_num_rows(self._columns_place, self._path)
         return sum(1 for _ in self.rows(_skip_all))
 
 
 @contextmanager
-def open_container(path: str) -> Iterator[tuple[Container, DigestingFile]]:
-    """The file's rows, and what digests it while they are read. Raises `InputError`."""
+def open_container(
+    path: str, digests: bytes | None = None
+) -> Iterator[tuple[Container, BlockFile]]:
+    """The file's rows, and what records or, given `digests`, proves its blocks as they are read.
+
+    Raises `InputError`.
+    """
     with _open(path) as file, ExitStack() as stack:
-        digesting = DigestingFile(file)
+        blocks = BlockFile(file, path, digests)
         with explained(path):
-            outer = io.BufferedReader(digesting, CHUNK_BYTES)
+            outer = io.BufferedReader(blocks, CHUNK_BYTES)
             stream = decompressed(outer, path)
             container = Container(
                 kind=_kind(stream, path),
                 path=path,
+                blocks=blocks,
                 stream=stream,
                 is_compressed=stream is not outer,
                 stack=stack,
             )
-        yield container, digesting
+        yield container, blocks
 
 
 def _kind(stream: io.BufferedReader[Any], path: str) -> Kind:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from prompts.compression import explained
 from prompts.containers import open_container
 from prompts.types import InputError
 
@@ -19,6 +20,7 @@ class InputFile:
     size_bytes: int
     digest: str  # XXH3-128 of the content as it lies on the disk, 32 hexadecimal digits
     num_rows: int  # at least 1; where rows are expanded, what they expand to
+    block_digests: bytes = field(repr=False)  # what proves each later read: see `prompts.blocks`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +56,7 @@ def read_rows(
 ) -> Generator[RawRow]:
     """Yields the rows of scanned files in order, but those whose ordinal `skip` says yes to.
 
-    Raises `InputError` where a file cannot be read or no longer has the rows that were counted:
-    ordinals would then name other rows than before.
+    Raises `InputError` where a file cannot be read or has changed, before a changed row is given.
     """
     ordinal = 0
     for file in files:
@@ -66,16 +67,17 @@ def read_rows(
                 break
             if row is not None:
                 yield row
-        if ordinal != end:
+        if ordinal != end:  # of the same bytes
             raise InputError(
-                f"{file.path}: changed while it was being read: leave it alone and start again"
+                f"{file.path}: {file.num_rows} rows were counted and others read: was a package "
+                "that reads it replaced meanwhile? Run the same command again"
             )
 
 
 def _read(
     file: InputFile, first: int, skip: Callable[[int], bool], count_parts: CountParts | None
 ) -> Iterator[RawRow | None]:
-    with open_container(file.path) as (container, _):
+    with open_container(file.path, file.block_digests) as (container, _):
         if count_parts is None:
             rows = container.rows(lambda index: skip(first + index))
             for ordinal, (line, data) in enumerate(rows, start=first):
@@ -98,7 +100,10 @@ def _read(
 
 
 def _scan(path: str, count_parts: CountParts | None) -> InputFile:
-    with open_container(path) as (container, digesting):
+    with open_container(path) as (container, blocks):
+        if container.is_read_at_random:  # first, so that rows are counted in what was digested
+            with explained(path):
+                blocks.drain()
         if count_parts is None:
             num_rows = container.count_rows()
         else:
@@ -107,9 +112,14 @@ def _scan(path: str, count_parts: CountParts | None) -> InputFile:
                 for _, data in container.rows(lambda index: False)
                 if data is not None
             )
-        digest = digesting.drain()
+        with explained(path):
+            digest = blocks.drain()
         if not num_rows:
             raise InputError(f"{path}: no rows: give a file with one JSON object on each line")
         return InputFile(
-            path=path, size_bytes=digesting.size_bytes, digest=digest, num_rows=num_rows
+            path=path,
+            size_bytes=blocks.size_bytes,
+            digest=digest,
+            num_rows=num_rows,
+            block_digests=blocks.digests,
         )

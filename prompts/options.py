@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final
 
@@ -66,6 +67,8 @@ class ReadingOptions:
         default_factory=dict
     )  # JSON values, for the template
     chat_template: str | None = None  # its text, instead of the model's
+    #: The time that a chat template is given, with an offset; None: that at which it is loaded.
+    now: datetime | None = None
 
     def __post_init__(self) -> None:
         if len(self.fields) > 2 or not all(self.fields):
@@ -82,7 +85,8 @@ class ReadingOptions:
         return self.train is Train.LAST or self.thinking is Thinking.EXPAND
 
     def to_document(self) -> dict[str, Any]:
-        """JSON-ready; the chat template is left out, as its digest is kept elsewhere."""
+        """JSON-ready; without the chat template, whose digest is kept elsewhere, and without the
+        time, which matters to some templates only (see `Renderer.now`)."""
         kwargs = orjson.dumps(dict(self.template_kwargs), option=orjson.OPT_SORT_KEYS)
         return {
             "fields": list(self.fields),

@@ -21,7 +21,7 @@ from typing import Final
 from prompts.bounds import TokenBound
 from prompts.inputs import RawRow
 from prompts.options import ReadingOptions
-from prompts.render import NO_BOUND, Renderer
+from prompts.render import Renderer
 from prompts.types import BadRow, Prompt, TokenizerError
 
 #: What one process gets at a time: enough to make the passing of it cheap, little enough to share.
@@ -37,15 +37,10 @@ Results = list[Prompt | BadRow]
 class RendererPool:
     """`num_workers` processes that each load the tokenizer once."""
 
-    def __init__(
-        self,
-        tokenizer: str,
-        options: ReadingOptions,
-        *,
-        num_workers: int,
-        bound: TokenBound = NO_BOUND,
-    ) -> None:
-        """`tokenizer`: what `Renderer.load` takes. The processes start with the first rows."""
+    def __init__(self, renderer: Renderer, *, num_workers: int) -> None:
+        """`renderer`: was loaded here; the processes, which start with the first rows, load the
+        same or fail."""
+        assert renderer.source is not None
         self.num_workers = num_workers
         self._is_closed = False
         # Not by fork: this process has threads, and so have the libraries that it uses.
@@ -56,7 +51,13 @@ class RendererPool:
             num_workers,
             mp_context=context,
             initializer=_begin,
-            initargs=(tokenizer, options, bound, self._theirs),
+            initargs=(
+                renderer.source,
+                renderer.options,
+                renderer.bound,
+                _digests(renderer),
+                self._theirs,
+            ),
         )
 
     def __enter__(self) -> RendererPool:
@@ -77,7 +78,8 @@ class RendererPool:
         """What `Renderer.prompt_from` gives for each row, in order.
 
         At most `BATCHES_AHEAD` batches for each process are read before the first of them is used.
-        Ends early where the pool is closed. Raises `TokenizerError` where a process dies.
+        Ends early where the pool is closed. Raises `TokenizerError` where a process dies, or finds
+        another tokenizer than the one that was loaded here.
         """
         ahead: deque[Future[Results]] = deque()
         try:
@@ -117,10 +119,17 @@ def _batches(rows: Iterable[RawRow]) -> Iterator[Batch]:
 # --- in the worker process --------------------------------------------------------------------
 
 _renderer: Renderer | None = None
+_failure: TokenizerError | None = None  # raised with the rows: a process that fails says nothing
 
 
-def _begin(tokenizer: str, options: ReadingOptions, bound: TokenBound, alive: Connection) -> None:
-    global _renderer
+def _begin(
+    tokenizer: str,
+    options: ReadingOptions,
+    bound: TokenBound,
+    digests: tuple[str, str],
+    alive: Connection,
+) -> None:
+    global _renderer, _failure
     # A signal for the whole group (Ctrl-C, the end of a service) is for the parent to act on: it
     # drains, and needs us for that.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -130,7 +139,20 @@ def _begin(tokenizer: str, options: ReadingOptions, bound: TokenBound, alive: Co
     ).start()
     # Each process is one of several already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _renderer = Renderer.load(tokenizer, options, bound=bound)
+    try:
+        _renderer = Renderer.load(tokenizer, options, bound=bound)
+        if _digests(_renderer) != digests:
+            raise TokenizerError(
+                f"{tokenizer}: the tokenizer or its chat template changed while it was being "
+                "loaded. What is stored is sound: restore the old files and run the same command "
+                "again"
+            )
+    except TokenizerError as error:
+        _failure = error
+
+
+def _digests(renderer: Renderer) -> tuple[str, str]:
+    return renderer.tokenizer_digest, renderer.template_digest
 
 
 def _end_with_parent(alive: Connection) -> None:
@@ -140,5 +162,7 @@ def _end_with_parent(alive: Connection) -> None:
 
 
 def _read(batch: Batch) -> Results:
+    if _failure is not None:
+        raise _failure
     assert _renderer is not None
     return _renderer.prompts_from(batch)

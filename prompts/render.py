@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from prompts.align import Encoding, Span, has_split_start, mark_spans
+from prompts.ambient import current_moment
 from prompts.bounds import BYTES_PER_TOKEN, MAX_WHOLE_CHARS, TokenBound
 from prompts.conversation import ConversationReader, up_to_answer
 from prompts.dialects import Ids, Text, check_parts, decode_row, label_of, read_item
@@ -63,7 +64,8 @@ class Renderer:
 
         `bound`: texts far beyond it are not tokenised whole. A prompt may still be longer.
         """
-        self.options = options
+        #: With a time in any case, so that all processes have the same.
+        self.options = options if options.now else replace(options, now=current_moment())
         self.bound = bound
         #: What another process can load the same tokenizer from; None where it was handed over.
         self.source: str | None = None
@@ -75,6 +77,7 @@ class Renderer:
                     tokenizer,
                     template=options.chat_template,
                     template_kwargs=options.template_kwargs,
+                    now=self.options.now,
                 )
             )
 
@@ -96,6 +99,7 @@ class Renderer:
                 trust_remote_code=trust_remote_code,
                 template=options.chat_template,
                 template_kwargs=options.template_kwargs,
+                now=renderer.options.now,
             )
         )
         return renderer
@@ -120,6 +124,14 @@ class Renderer:
         if self._tokenizer is None or self._tokenizer.template is None:
             return NO_DIGEST
         return xxhash.xxh3_128_hexdigest(self._tokenizer.template.encode())
+
+    @property
+    def now(self) -> str | None:
+        """The time that the chat template is given, in ISO 8601; None where it asks for none."""
+        if self._tokenizer is None or not self._tokenizer.reads_clock:
+            return None
+        assert self.options.now is not None
+        return self.options.now.isoformat()
 
     @property
     def vocab_size(self) -> int | None:

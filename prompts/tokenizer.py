@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from functools import cached_property
+from importlib import metadata
 from itertools import pairwise
 from typing import Any, Final
 
@@ -17,6 +20,7 @@ import orjson
 import xxhash
 
 from prompts.align import Encoding, Places, Span
+from prompts.ambient import CLOCK, clock_at, current_moment, draws_at_random, reads_clock
 from prompts.bounds import BYTES_PER_TOKEN, MAX_WHOLE_CHARS
 from prompts.messages import (
     PROBE_DEFINITION,
@@ -33,6 +37,9 @@ from prompts.turns import REASONING_KEYS, Turn
 from prompts.types import RowError, RowReason, TokenizerError
 
 GENERATION_BLOCK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+RANDOM_FAULT: Final = (
+    "it draws at random (lipsum or the filter random): no prompt could be made again"
+)
 #: How much of a template's own complaint a row's detail repeats.
 MAX_COMPLAINT: Final = 160
 #: Characters that are tokenised at a time where only the number of tokens counts.
@@ -55,16 +62,21 @@ class ChatTokenizer:
         *,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> None:
         """`hf_tokenizer`: of transformers. Raises `TokenizerError` if jinja2 is missing.
 
-        `template` replaces the model's own; `template_kwargs` are handed to it by name.
+        `template` replaces the model's own; `template_kwargs` are handed to it by name. `now`: the
+        time that it is given; the current time where that is None.
         """
         self._hf = hf_tokenizer
         # Only the tokenizers library says where in a text its tokens lie.
         self._is_fast = bool(getattr(hf_tokenizer, "is_fast", False))
         self.template = _template_of(hf_tokenizer) if template is None else template
         self._kwargs = dict(template_kwargs or {})
+        if self.reads_clock:
+            # A value by that name hides transformers' own function.
+            self._kwargs.setdefault(CLOCK, clock_at(now or current_moment()))
         self.has_generation_blocks = bool(GENERATION_BLOCK.search(self.template or ""))
         #: What asking for a generation prompt adds: the header of an assistant turn, or nothing.
         self.generation_prompt = ""
@@ -82,6 +94,7 @@ class ChatTokenizer:
         trust_remote_code: bool = False,
         template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
@@ -105,7 +118,7 @@ class ChatTokenizer:
             raise TokenizerError(
                 f"{path_or_name}: the tokenizer knows no words: {remedy}. {_WITHOUT}"
             )
-        return cls(hf_tokenizer, template=template, template_kwargs=template_kwargs)
+        return cls(hf_tokenizer, template=template, template_kwargs=template_kwargs, now=now)
 
     def __len__(self) -> int:
         """The vocabulary size, added tokens included."""
@@ -116,6 +129,18 @@ class ChatTokenizer:
         """The token that begins a text, if the model has one."""
         token_id = self._hf.bos_token_id
         return None if token_id is None else int(token_id)
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether the chat template may ask for the time."""
+        return self.template is not None and reads_clock(self.template)
+
+    @cached_property
+    def _draws_at_random(self) -> bool:
+        try:
+            return self.template is not None and draws_at_random(self.template)
+        except Exception:  # it cannot be rendered either, which says why
+            return False
 
     @property
     def form(self) -> MessageForm:
@@ -155,6 +180,9 @@ class ChatTokenizer:
                 "class": type(hf).__name__,
                 "vocabulary": {str(k): v for k, v in hf.get_vocab().items()},
             }
+        if getattr(hf, "split_special_tokens", False):
+            # Of a tokenizer in memory only: no part of its state as JSON.
+            state["split_special_tokens"] = True
         state["special_tokens"] = {
             name: str(token) for name, token in hf.special_tokens_map.items()
         }
@@ -177,6 +205,8 @@ class ChatTokenizer:
         if self.template is None:
             detail = "the model has no chat template: give text or input_ids rows"
             raise RowError(RowReason.RENDER_FAILED, detail)
+        if self._draws_at_random:
+            raise RowError(RowReason.RENDER_FAILED, f"chat template: {RANDOM_FAULT}")
         try:
             text = self._hf.apply_chat_template(
                 as_messages(turns, form),
@@ -351,6 +381,15 @@ class ChatTokenizer:
             return ""
 
 
+def library_versions() -> dict[str, str]:
+    """Of the packages that decide what a tokenizer and a template give; absent ones left out."""
+    versions = {}
+    for name in ("transformers", "tokenizers", "jinja2"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
 def check_template(template: str) -> None:
     """Raises `TokenizerError` where the chat template's text is no template."""
     try:
@@ -365,7 +404,9 @@ def check_template(template: str) -> None:
             f"the chat template cannot be compiled, line {exc.lineno}: {exc.message}: mend it"
         ) from exc
     except Exception:  # of a conversation without turns it may say anything
-        return
+        pass
+    if draws_at_random(template):
+        raise TokenizerError(f"{RANDOM_FAULT}: use another")
 
 
 def _template_of(hf_tokenizer: Any) -> str | None:

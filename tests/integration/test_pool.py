@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import pytest
 from templates import QWEN3, tokenizer_for
 
 from prompts import pool as pools
+from prompts.ambient import parse_moment
 from prompts.bounds import TokenBound
 from prompts.inputs import RawRow
-from prompts.options import DEFAULTS, ReadingOptions, Train
+from prompts.options import ReadingOptions, Train
 from prompts.pool import RendererPool
 from prompts.render import Renderer
 from prompts.types import BadRow, Prompt, RowReason, TokenizerError
@@ -66,7 +68,7 @@ def test_the_pool_gives_what_one_renderer_gives_in_the_same_order(folder: str) -
     options = ReadingOptions(train=Train.LAST)
     renderer = Renderer.load(folder, options)
     expected = [facts(renderer.prompt_from(row)) for row in rows(300)]
-    with RendererPool(folder, options, num_workers=2) as pool:
+    with RendererPool(renderer, num_workers=2) as pool:
         assert [facts(item) for item in pool.prompts_from(rows(300))] == expected
     assert {type(reason) for _, reason, *_ in expected} != {str}  # bad rows were among them
 
@@ -81,7 +83,7 @@ def test_only_a_few_batches_are_read_ahead(folder: str, monkeypatch: pytest.Monk
             num_read += 1
             yield row
 
-    with RendererPool(folder, DEFAULTS, num_workers=1) as pool:
+    with RendererPool(Renderer.load(folder), num_workers=1) as pool:
         items = pool.prompts_from(counted())
         for taken in range(1, 9):
             next(items)
@@ -90,7 +92,7 @@ def test_only_a_few_batches_are_read_ahead(folder: str, monkeypatch: pytest.Monk
 
 def test_a_process_that_dies_is_an_error_with_what_to_do(folder: str) -> None:
     before = children()
-    with RendererPool(folder, DEFAULTS, num_workers=1) as pool:
+    with RendererPool(Renderer.load(folder), num_workers=1) as pool:
         items = pool.prompts_from(rows(10_000))
         next(items)
         (child,) = children() - before
@@ -102,7 +104,8 @@ def test_a_process_that_dies_is_an_error_with_what_to_do(folder: str) -> None:
 def test_the_processes_tokenise_within_the_bound_of_the_run(folder: str) -> None:
     data = orjson.dumps({"text": "one two three " * 10_000})
     row = RawRow(ordinal=0, source="a", line=1, data=data)
-    with RendererPool(folder, DEFAULTS, num_workers=1, bound=TokenBound(max_tokens=1000)) as pool:
+    renderer = Renderer.load(folder, bound=TokenBound(max_tokens=1000))
+    with RendererPool(renderer, num_workers=1) as pool:
         (item,) = pool.prompts_from([row])
     assert isinstance(item, BadRow)
     assert (item.reason, item.detail) == (RowReason.TOO_LONG, "more than 2000 tokens")
@@ -137,10 +140,48 @@ def test_ten_megabytes_in_a_row_take_little_more_memory_than_ten_bytes(folder: s
     assert large - small < 150  # 1,500 where it is tokenised
 
 
+@pytest.mark.parametrize("change", ["vocabulary", "template"])
+def test_processes_use_the_tokenizer_that_was_digested_or_none(
+    folder: str, tmp_path: Path, change: str
+) -> None:
+    """They load it later, perhaps after its files were replaced."""
+    copy = tmp_path / "tokenizer"
+    shutil.copytree(folder, copy)
+    renderer = Renderer.load(str(copy))
+    match change:
+        case "vocabulary":
+            path = copy / "tokenizer.json"
+            state = orjson.loads(path.read_bytes())
+            vocabulary = state["model"]["vocab"]
+            vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+            path.write_bytes(orjson.dumps(state))
+        case "template":
+            (copy / "chat_template.jinja").write_text(QWEN3 + "!")
+    with (
+        RendererPool(renderer, num_workers=1) as pool,
+        pytest.raises(TokenizerError, match="its chat template changed while it was being loaded"),
+    ):
+        next(pool.prompts_from(rows(1)))
+
+
+def test_processes_give_a_template_the_same_time(tmp_path: Path) -> None:
+    template = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}" + QWEN3
+    tokenizer_for(template).save_pretrained(tmp_path)
+    renderer = Renderer.load(
+        str(tmp_path), ReadingOptions(now=parse_moment("1999-12-31T23:59:58+05:30"))
+    )
+    assert renderer.tokenizer is not None
+    with RendererPool(renderer, num_workers=2) as pool:
+        for item in pool.prompts_from(rows(200)):
+            if isinstance(item, Prompt):
+                text = renderer.tokenizer.decode(item.input_ids.tolist())
+                assert text.startswith("1999-12-31 23:59:58<|im_start|>")
+
+
 def test_a_pool_that_is_closed_ends_its_processes_and_whoever_waits_for_them(folder: str) -> None:
     before = children()
     with ThreadPoolExecutor(1) as thread:
-        with RendererPool(folder, DEFAULTS, num_workers=1) as pool:
+        with RendererPool(Renderer.load(folder), num_workers=1) as pool:
             endless = (row for _ in count() for row in rows(1))
             items = pool.prompts_from(endless)
             next(items)
@@ -156,13 +197,13 @@ def test_no_process_outlives_a_killed_parent(folder: str, tmp_path: Path) -> Non
     script.write_text(
         "import sys\n"
         "from prompts.inputs import RawRow\n"
-        "from prompts.options import DEFAULTS\n"
         "from prompts.pool import RendererPool\n"
+        "from prompts.render import Renderer\n"
         "if __name__ == '__main__':\n"
         "    def rows():\n"
         "        while True:\n"
         "            yield RawRow(ordinal=0, source='a', line=1, data=b'{\"text\": \"hi\"}')\n"
-        "    with RendererPool(sys.argv[1], DEFAULTS, num_workers=1) as pool:\n"
+        "    with RendererPool(Renderer.load(sys.argv[1]), num_workers=1) as pool:\n"
         "        next(pool.prompts_from(rows()))\n"
         "        print('ready', flush=True)\n"
         "        sys.stdin.read()\n"

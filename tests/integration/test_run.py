@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
+import io
 import itertools
 import os
+import random
 import re
 import signal
 from collections import Counter
@@ -16,10 +19,12 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
+import orjson
 import pytest
 from aiohttp import web
 from helpers import (
     LAYOUT,
+    Ids,
     Notes,
     assert_whole,
     dumps_under,
@@ -36,6 +41,7 @@ import extractor.collect
 import extractor.mover
 import extractor.places
 import extractor.preflight
+import extractor.reading
 import extractor.server_watch
 from extractor.config import Layout
 from extractor.dry_run import dry_run
@@ -59,6 +65,7 @@ from extractor.progress import BarReporter, JsonReporter, LineReporter, Reporter
 from extractor.run import RunSummary, run
 from extractor.testing import LATE_S, FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
+from prompts.types import InputError
 from server_patch.dump_format import Dump, read_beginning
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -490,7 +497,7 @@ async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it
         return fault if number >= 10 else None
 
     async with FakeServer(dump_root, faults=from_10_on).running() as server:
-        options = options_for(server, path, tmp_path / "out")
+        options = options_for(server, path, tmp_path / "out", concurrency=4)
         error = await raises_known(asyncio.create_task(run(options, notes)))
     assert isinstance(error, ServerLost)
     assert "served nothing for" in str(error) or "has not answered for" in str(error)
@@ -830,6 +837,85 @@ async def test_a_changed_prompt_file_is_refused(
     if not is_server_there:
         with pytest.raises((ConfigMismatch, ServerUnreachable)):
             await run(options_for(server, path, tmp_path / "out"), notes)
+
+
+def as_lines(rows: list[dict[str, object]]) -> bytes:
+    return b"".join(orjson.dumps(row) + b"\n" for row in rows)
+
+
+def as_lines_in_gzip(rows: list[dict[str, object]]) -> bytes:
+    return gzip.compress(as_lines(rows), 1)
+
+
+def as_parquet(rows: list[dict[str, object]]) -> bytes:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=16, compression="none")
+    return sink.getvalue()
+
+
+class OverwritingServer(FakeServer):
+    """Acts when the third prompt comes, and keeps the ids of all."""
+
+    def __init__(self, dump_root: Path, act: Callable[[], None]) -> None:
+        super().__init__(dump_root)
+        self.sent: list[list[int]] = []
+        self._act = act
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        self.sent.append((await request.json())["input_ids"])
+        if len(self.sent) == 3:
+            self._act()
+        return await super()._generate(request)
+
+
+@pytest.mark.parametrize("form", [as_lines, orjson.dumps, as_lines_in_gzip, as_parquet])
+async def test_no_prompt_is_sent_of_a_file_that_is_overwritten_while_a_run_reads_it(
+    tmp_path: Path,
+    dump_root: Path,
+    notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+    form: Callable[[list[dict[str, object]]], bytes],
+) -> None:
+    """In place, with the same size, and with the times of the old content."""
+    monkeypatch.setattr(extractor.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
+    monkeypatch.setattr(extractor.reading, "READ_BATCH", 8)
+    filler = random.Random(0).randbytes(8 << 20).hex()
+
+    def content(low: int) -> bytes:
+        return form(
+            [
+                {"input_ids": [low, low + n % 100], "more": filler[n << 16 : (n + 1) << 16]}
+                for n in range(256)
+            ]
+        )
+
+    path, old = tmp_path / "p.jsonl", content(100)
+    path.write_bytes(old)
+    times = path.stat()
+
+    def overwrite() -> None:
+        with path.open("r+b") as file:
+            file.write(content(500))
+            file.truncate()
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+    prompts = [Ids(ids=(100, 100 + n % 100), mask=(1, 1)) for n in range(256)]
+    server = OverwritingServer(dump_root, overwrite)
+    async with server.running():
+        options = options_for(server, path, tmp_path / "out", concurrency=4)
+        error = await raises_known(asyncio.create_task(run(options, notes)))
+        assert isinstance(error, InputError) and exit_code(error) == 2
+        assert str(error).startswith(f"{path}: changed after it was scanned. No prompt was made")
+        assert 3 <= len(server.sent) < 256
+        assert all(max(ids) < 500 for ids in server.sent[1:])  # the first is a probe
+        for ordinal, sample in read_samples(tmp_path / "out").items():
+            assert sample.ids == prompts[ordinal].ids
+        with pytest.raises(ConfigMismatch, match=r"\n  inputs: the content of .*p.jsonl is not"):
+            await run(options, notes)
+        path.write_bytes(old)
+        await run(options, notes)
+    assert_whole(tmp_path / "out", prompts)
 
 
 async def test_a_second_run_on_the_same_directory_says_who_has_it(

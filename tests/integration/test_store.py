@@ -11,7 +11,7 @@ import pytest
 from sqlite_utils import Database
 
 from manifest import batches
-from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError
+from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError, PromptChanged
 from manifest.folding import Entry
 from manifest.reader import UNFINISHED
 from manifest.records import Failed, Forgotten, Moved, Planned, Rejected, Shard, Source, Stored
@@ -132,13 +132,14 @@ def test_an_unfinished_row_keeps_its_attempts_when_it_is_planned_again(store: St
     assert store.attempts() == {0: 2}
 
 
-def test_an_unfinished_row_may_give_another_prompt_on_another_day(store: Store) -> None:
-    """Some chat templates write today's date; what is not stored yet follows it."""
+def test_an_unfinished_row_that_gives_another_prompt_is_refused(store: Store) -> None:
     store.apply([planned(0), moved(0, Event.SEND)])
     store.reopen_unfinished()
-    store.apply([planned(0, key="other")])
+    with pytest.raises(PromptChanged, match="row 0 "):
+        store.apply([planned(1), planned(0, key="other")])
+    store.apply([planned(0)])
     (row,) = store.rows()
-    assert (row.key, row.state) == ("other0", State.PLANNED)
+    assert (row.key, row.state) == ("k0", State.PLANNED)
 
 
 def test_only_rows_between_planned_and_stored_are_reopened(store: Store) -> None:
@@ -371,7 +372,7 @@ def test_a_manifest_with_triggers_goes_on_without(path: Path) -> None:
     for ordinal in range(3):
         database.execute(
             "INSERT INTO prompts (ordinal, source, line, key, num_tokens, state, num_deaths) "
-            "VALUES (?, 0, 1, 'k', 5, 'planned', 1)", (ordinal,),
+            "VALUES (?, 0, 1, ?, 5, 'planned', 1)", (ordinal, f"k{ordinal}"),
         )  # fmt: skip
     database.execute("UPDATE prompts SET state = 'sent' WHERE ordinal = 1")
     database.close()

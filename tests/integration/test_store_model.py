@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from manifest.errors import PromptChanged
 from manifest.records import (
     Change,
     Failed,
@@ -79,7 +80,7 @@ class StoreMachine(RuleBasedStateMachine):
     def change(self, change: Any, *, is_allowed: bool) -> bool:
         try:
             self.store.apply([change])
-        except IllegalTransition:
+        except (IllegalTransition, PromptChanged):
             assert not is_allowed, change
             return False
         assert is_allowed, change
@@ -94,7 +95,9 @@ class StoreMachine(RuleBasedStateMachine):
         known = self.rows.get(ordinal)
         change = Planned(ordinal=ordinal, source=0, line=1, label=None, key=f"k{num_tokens}",
                          num_tokens=num_tokens, num_trained=num_tokens % 2)  # fmt: skip
-        if self.change(change, is_allowed=known is None or not known.state.is_terminal):
+        is_same = known is None or not known.has_key or known.num_tokens == num_tokens
+        is_allowed = known is None or not known.state.is_terminal
+        if self.change(change, is_allowed=is_allowed and is_same):
             known = self.rows.setdefault(ordinal, Known(State.PLANNED, num_tokens))
             known.state, known.num_tokens, known.has_key = State.PLANNED, num_tokens, True
 
@@ -264,7 +267,7 @@ def histories(draw: st.DrawFn) -> list[Change]:
         event = draw(st.sampled_from(options))
         change: Change
         if event == "plan":
-            change = Planned(ordinal=n, source=0, line=n, label=None, key=f"k{at}",
+            change = Planned(ordinal=n, source=0, line=n, label=None, key=f"k{n}",
                              num_tokens=at, num_trained=at % 2, detail=f"d{at}",
                              alterations=("a", "b")[: at % 3])  # fmt: skip
             states[n] = State.PLANNED

@@ -83,7 +83,8 @@ def test_inputs_that_differ_are_told_by_name_and_not_by_digest() -> None:
             for number, name in enumerate(("a", "b"))
         ]
         now = [
-            InputFile(path=path, size_bytes=1, digest=digest, num_rows=1) for path, digest in files
+            InputFile(path=path, size_bytes=1, digest=digest, num_rows=1, block_digests=b"")
+            for path, digest in files
         ]
         return difference_of(before, now)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from manifest.errors import PromptChanged
 from manifest.folding import Batch, Entry, Rows
 from manifest.records import (
     Change,
@@ -82,10 +83,12 @@ IN_SHARD = only(fold(*WAY))
         (SENT, moved(Event.LOSE), {"state": State.PLANNED, "num_deaths": 1}),
         (SENT, Failed(ordinal=7, reason=Reason.CACHED, detail="why", attempts=4),
          {"state": State.FAILED, "reason": Reason.CACHED, "detail": "why", "attempts": 4}),
-        (SENT, replace(PLANNED, key="other", num_tokens=6, num_trained=0, detail=None,
-                       alterations=(), line=99),
-         {"state": State.PLANNED, "key": "other", "num_tokens": 6, "num_trained": 0,
-          "detail": None, "alterations": None}),
+        (SENT, replace(PLANNED, detail=None, alterations=(), line=99),
+         {"state": State.PLANNED, "detail": None, "alterations": None}),
+        (SENT, replace(PLANNED, key="other", num_tokens=4, num_trained=0,
+                       alterations=("truncated",)),
+         {"state": State.PLANNED, "key": "other", "num_tokens": 4, "num_trained": 0,
+          "alterations": "truncated"}),
         (SENT, Rejected(ordinal=7, source=1, line=3, label=None, reason=Reason.TOO_LONG,
                         detail="why"),
          {"state": State.FAILED, "reason": Reason.TOO_LONG, "detail": "why"}),
@@ -100,6 +103,22 @@ def test_a_change_alters_what_it_is_about(
     before: Entry, change: Change, expected: dict[str, Any]
 ) -> None:
     assert differences(before, only(fold(change, file=File(before)))) == expected
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        SENT,
+        only(fold(*WAY, Forgotten(ordinal=7))),
+        only(fold(*WAY[:2], Failed(ordinal=7, reason=Reason.CACHED, detail="", attempts=4))),
+    ],
+    ids=["sent", "forgotten", "failed"],
+)
+def test_a_row_that_gives_another_prompt_than_before_is_refused(before: Entry) -> None:
+    before = replace(before, state=State.PLANNED)  # as a session that goes on finds it
+    fold(PLANNED, file=File(before))
+    with pytest.raises(PromptChanged, match=r"^row 7 \(line 3 of .*: 5 tokens then, 6 now\. What"):
+        fold(replace(PLANNED, key="other", num_tokens=6), file=File(before))
 
 
 @pytest.mark.parametrize(

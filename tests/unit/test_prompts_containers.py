@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import random
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from prompt_files import FORMS, as_array, as_arrow_file, as_arrow_stream, as_jsonl, as_parquet
 
 from prompts import compression, containers
+from prompts.blocks import BlockFile
 from prompts.containers import open_container
 from prompts.dialects import decode_row
 from prompts.first_rows import NUM_ROWS, require_fields, require_rows
@@ -352,8 +355,8 @@ def test_opening_a_file_reads_no_more_than_its_beginning(
     path = tmp_path / "a"
     path.write_bytes(pack(as_jsonl([{"text": chance.randbytes(4096).hex()} for _ in range(1200)])))
     assert path.stat().st_size > 4 * compression.CHUNK_BYTES
-    with open_container(str(path)) as (_, digesting):
-        assert 0 < digesting.size_bytes <= 2 * compression.CHUNK_BYTES
+    with open_container(str(path)) as (_, blocks):
+        assert 0 < blocks.size_bytes <= 2 * compression.CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -445,3 +448,87 @@ def test_standard_input_is_kept_so_that_a_later_run_goes_on_with_it(tmp_path: Pa
         spool(io.BytesIO(b"{ }"), path)
     assert [p.name for p in tmp_path.iterdir()] == ["stdin"]
     assert path.read_bytes() == b"{}\n"
+
+
+# --- files that change while they are read ----------------------------------------------------
+
+
+def large_rows(mark: str) -> list[dict[str, Any]]:
+    """3 MiB of JSON that does not compress, of the same size for any mark of one letter."""
+    chance = random.Random(0)
+    return [{"text": mark + chance.randbytes(4096).hex()} for _ in range(384)]
+
+
+def as_large_groups(rows: list[dict[str, Any]]) -> bytes:
+    sink = io.BytesIO()
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=64, **options)
+    return sink.getvalue()
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """In place, as `cp` does, with the old times."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(data)
+        file.truncate()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", ["content", "truncated", "appended"])
+@pytest.mark.parametrize(
+    "pack", [plain, partial(gzip.compress, compresslevel=1), zstandard.compress]
+)
+@pytest.mark.parametrize(
+    "form", [as_jsonl, as_array, as_large_groups, as_arrow_stream, as_arrow_file]
+)
+def test_no_row_is_made_of_bytes_that_were_not_scanned(
+    tmp_path: Path,
+    form: Callable[[list[dict[str, Any]]], bytes],
+    pack: Callable[[bytes], bytes],
+    change: str,
+) -> None:
+    old, new = large_rows("o"), large_rows("n")
+    path = tmp_path / "a"
+    path.write_bytes(pack(form(old)))
+    size_bytes = path.stat().st_size
+    files = scan_inputs([path])
+    rows = read_rows(files)
+    given = [orjson.loads(next(rows).data)]
+    match change:
+        case "content":
+            overwrite(path, pack(form(new)))
+            if pack is plain:
+                assert path.stat().st_size == size_bytes
+        case "truncated":
+            overwrite(path, path.read_bytes()[: size_bytes // 2])
+        case "appended":
+            overwrite(path, pack(form(old)) + pack(form(new)))
+    if form in (as_large_groups, as_arrow_stream, as_arrow_file) and pack is not plain:
+        # Its bytes were proven while they were unpacked to a file of our own.
+        given += [orjson.loads(row.data) for row in rows]
+        assert given == old
+    else:
+        with pytest.raises(InputError, match="changed after it was scanned"):
+            for row in rows:
+                given.append(orjson.loads(row.data))
+        assert given == old[: len(given)]
+    with pytest.raises(InputError, match="changed after it was scanned"):
+        list(read_rows(files))
+
+
+def test_rows_of_a_parquet_file_are_counted_in_the_bytes_that_were_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(as_large_groups(large_rows("o")))
+    drain = BlockFile.drain
+
+    def replaced_behind(self: BlockFile) -> str:
+        digest = drain(self)
+        overwrite(path, as_large_groups(large_rows("n")[:100]))
+        return digest
+
+    monkeypatch.setattr(BlockFile, "drain", replaced_behind)
+    with pytest.raises(InputError, match="changed after it was scanned"):
+        scan_inputs([path])

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prompts import containers
+from prompts import blocks, containers
 from prompts.compression import CHUNK_BYTES
 from prompts.inputs import InputFile, read_rows, scan_inputs
 from prompts.types import InputError
@@ -31,7 +31,11 @@ def test_a_scan_tells_size_digest_and_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", data)
     assert scan_inputs([path]) == (
         InputFile(
-            path=str(path), size_bytes=16, digest=xxhash.xxh3_128_hexdigest(data), num_rows=2
+            path=str(path),
+            size_bytes=16,
+            digest=xxhash.xxh3_128_hexdigest(data),
+            num_rows=2,
+            block_digests=xxhash.xxh3_128_digest(data),
         ),
     )
 
@@ -126,10 +130,42 @@ def test_a_missing_file_a_directory_and_a_pipe_are_refused(tmp_path: Path) -> No
             scan_inputs([path])
 
 
-@pytest.mark.parametrize("later", [b"{1}\n", b"{1}\n{2}\n{3}\n"])
-def test_a_file_that_changed_after_the_scan_is_noticed(tmp_path: Path, later: bytes) -> None:
+@pytest.mark.parametrize("later", [b"{1}\n", b"{1}\n{3}\n", b"{1}\n{2}\n{3}\n", b""])
+def test_a_file_that_changed_after_the_scan_gives_no_row(tmp_path: Path, later: bytes) -> None:
     path = write(tmp_path / "a.jsonl", b"{1}\n{2}\n")
     files = scan_inputs([path])
     path.write_bytes(later)
-    with pytest.raises(InputError, match="changed while it was being read"):
-        list(read_rows(files))
+    with pytest.raises(InputError, match=r"a\.jsonl: changed after it was scanned\. No prompt"):
+        next(read_rows(files))
+
+
+def test_a_file_that_ends_with_a_block_has_no_block_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4)
+    path = write(tmp_path / "a.jsonl", b"{1}\n{2}\n")
+    files = scan_inputs([path])
+    assert len(files[0].block_digests) == 2 * blocks.DIGEST_BYTES
+    assert [row.data for row in read_rows(files)] == [b"{1}\n", b"{2}\n"]
+    path.write_bytes(b"{1}\n{2}\n{3}\n")
+    monkeypatch.setattr(containers, "CHUNK_BYTES", 4)
+    rows = read_rows(files)
+    assert [next(rows).data, next(rows).data] == [b"{1}\n", b"{2}\n"]
+    with pytest.raises(InputError, match="changed after it was scanned"):
+        next(rows)
+
+
+def test_a_file_that_grows_while_it_is_scanned_is_found_out_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", b"{1}\n")
+
+    def count_parts(data: bytes) -> int:
+        with path.open("ab") as file:
+            file.write(b"{2}\n")
+        return 1
+
+    files = scan_inputs([path], count_parts=count_parts)
+    assert (files[0].num_rows, files[0].size_bytes) == (1, 4)
+    with pytest.raises(InputError, match="changed after it was scanned"):
+        next(read_rows(files))

@@ -1,0 +1,248 @@
+"""A data set that goes on gives the prompts that it began with, or stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import Notes, options_for, read_samples, rows_of
+from templates import QWEN3, tokenizer_for
+
+from extractor.audit import audit
+from extractor.config import MANIFEST_NAME, RunOptions
+from extractor.errors import ConfigMismatch, Interrupted, exit_code, first_known
+from extractor.run import run
+from extractor.testing import FakeServer, Fault
+from manifest.errors import PromptChanged
+from manifest.store import Store
+from prompts import render
+from prompts.ambient import parse_moment
+from prompts.options import ReadingOptions
+from prompts.render import Renderer
+from prompts.tokenizer import ChatTokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+NUM_ROWS = 40
+FIRST, LATER = "2026-01-31T23:59:59+01:00", "2026-02-01T08:00:00+09:00"
+WITH_CLOCK = "<|im_start|>system\nIt is {{ strftime_now('%d %b %Y %H:%M:%S') }}<|im_end|>\n" + QWEN3
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    tokenizer_for(QWEN3).save_pretrained(tmp_path / "tokenizer")
+    path = tmp_path / "p.jsonl"
+    with path.open("w") as file:
+        for n in range(NUM_ROWS):
+            turns = [
+                {"role": "user", "content": f"question {n}"},
+                {"role": "assistant", "content": "fine"},
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def at(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    monkeypatch.setattr(render, "current_moment", lambda: parse_moment(moment))
+
+
+def wishes(
+    server: FakeServer, prompts: Path, out: Path, *, now: str | None = None, **changes: Any
+) -> RunOptions:
+    reading = ReadingOptions(
+        chat_template=WITH_CLOCK, now=None if now is None else parse_moment(now)
+    )
+    return options_for(
+        server, prompts, out, tokenizer=str(prompts.parent / "tokenizer"), reading=reading,
+        concurrency=1, **changes,
+    )  # fmt: skip
+
+
+def stop_at(number: int) -> Callable[[int, str], Fault | None]:
+    def act(count: int, rid: str) -> Fault | None:
+        if count == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return None
+
+    return act
+
+
+async def begin(dump_root: Path, prompts: Path, out: Path, notes: Notes, **changes: Any) -> None:
+    """Store some of the rows."""
+    async with FakeServer(dump_root, faults=stop_at(12)).running() as server:
+        with pytest.raises(Interrupted):
+            await run(wishes(server, prompts, out, **changes), notes)
+    assert 8 <= len(read_samples_open(out)) < NUM_ROWS
+
+
+def read_samples_open(out: Path) -> list[int]:
+    return [row.ordinal for row in rows_of(out) if row.state.value == "stored"]
+
+
+def times_in(out: Path, tokenizer: str) -> set[str]:
+    decode = Renderer.load(tokenizer).tokenizer
+    assert decode is not None
+    samples = read_samples(out)
+    assert len(samples) == NUM_ROWS
+    return {decode.decode(sample.ids)[len("<|im_start|>system\nIt is ") :][:20]
+            for sample in samples.values()}  # fmt: skip
+
+
+def stated_time(out: Path) -> str | None:
+    document = json.loads((out / "dataset.json").read_text())
+    return document["reading"].get("now")  # type: ignore[no-any-return]
+
+
+def forget_time(out: Path) -> None:
+    """Make the data set one of a version of this tool that recorded no time."""
+    store = Store.create_or_open(out / MANIFEST_NAME)
+    reading = store.identity()["reading"]
+    del reading["now"]
+    store.amend("reading", reading)
+    store.close()
+
+
+async def test_a_data_set_has_one_time_whenever_it_goes_on(
+    tmp_path: Path, dump_root: Path, prompts: Path, out: Path, notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    at(monkeypatch, FIRST)
+    await begin(dump_root, prompts, out, notes)
+    assert stated_time(out) == FIRST
+    at(monkeypatch, LATER)
+    async with FakeServer(dump_root).running() as server:
+        with pytest.raises(ConfigMismatch, match=rf"\n  --now: .* '{FIRST[:10]}.*'{LATER[:10]}"):
+            await run(wishes(server, prompts, out, now=LATER), notes)
+        assert server.requests == []
+        await run(wishes(server, prompts, out), notes)
+        await run(wishes(server, prompts, out, now=FIRST), notes)
+    assert times_in(out, str(tmp_path / "tokenizer")) == {"31 Jan 2026 23:59:59"}
+    assert stated_time(out) == FIRST
+    assert audit(out).findings == []
+
+
+async def test_a_time_that_is_named_makes_two_data_sets_equal(
+    tmp_path: Path, dump_root: Path, prompts: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+    for number, moment in enumerate((FIRST, LATER)):
+        at(monkeypatch, moment)
+        out = tmp_path / f"out-{number}"
+        async with FakeServer(dump_root).running() as server:
+            await run(wishes(server, prompts, out, now=FIRST), notes)
+        keys.append([row.key for row in rows_of(out)])
+        assert stated_time(out) == FIRST
+    assert keys[0] == keys[1]
+
+
+async def test_a_template_without_a_clock_binds_no_time(
+    tmp_path: Path, dump_root: Path, prompts: Path, out: Path, notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    async with FakeServer(dump_root).running() as server:
+        for moment in (FIRST, LATER):
+            options = wishes(server, prompts, out, now=moment)
+            plain = replace(options.reading, chat_template=None)
+            await run(replace(options, reading=plain), notes)
+    assert stated_time(out) is None
+
+
+async def test_a_data_set_of_an_older_version_goes_on_with_the_time_of_its_rows_only(
+    tmp_path: Path, dump_root: Path, prompts: Path, out: Path, notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    at(monkeypatch, FIRST)
+    await begin(dump_root, prompts, out, notes)
+    forget_time(out)
+    at(monkeypatch, LATER)
+    async with FakeServer(dump_root).running() as server:
+        with pytest.raises(ConfigMismatch) as caught:
+            await run(wishes(server, prompts, out), notes)
+        message = str(caught.value)
+        assert f"{prompts}:1: row 0 gives another prompt than the one that is stored" in message
+        assert message.endswith("name the date of its first run: --now 2026-01-31")
+        assert server.requests == []
+        await run(wishes(server, prompts, out, now=FIRST), notes)
+        assert stated_time(out) == FIRST  # from now on
+        await run(wishes(server, prompts, out), notes)
+    assert times_in(out, str(tmp_path / "tokenizer")) == {"31 Jan 2026 23:59:59"}
+    assert audit(out).findings == []
+
+
+async def test_a_finished_data_set_of_an_older_version_is_left_as_it_is(
+    dump_root: Path, prompts: Path, out: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at(monkeypatch, FIRST)
+    async with FakeServer(dump_root).running() as server:
+        await run(wishes(server, prompts, out), notes)
+        forget_time(out)
+        at(monkeypatch, LATER)
+        await run(wishes(server, prompts, out), notes)
+    assert stated_time(out) is None
+    assert audit(out).findings == []
+
+
+def change_rendering(monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
+    """As another version of a package would, where a rendering has `sign` in it."""
+    original = ChatTokenizer.render
+
+    def changed(self: ChatTokenizer, *args: Any, **kwargs: Any) -> str:
+        text = original(self, *args, **kwargs)
+        return text.replace("It is", "It was") if sign in text else text
+
+    monkeypatch.setattr(ChatTokenizer, "render", changed)
+
+
+async def test_stored_rows_that_are_other_prompts_now_stop_the_run_before_it_sends(
+    dump_root: Path, prompts: Path, out: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await begin(dump_root, prompts, out, notes, now=FIRST)
+    before = rows_of(out)
+    store = Store.create_or_open(out / MANIFEST_NAME)
+    store.amend("libraries", {**store.identity()["libraries"], "transformers": "0.1"})
+    store.close()
+    change_rendering(monkeypatch, "question 5<")
+    async with FakeServer(dump_root).running() as server:
+        with pytest.raises(ConfigMismatch) as caught:
+            await run(wishes(server, prompts, out), notes)
+        assert server.requests == []
+    message = str(caught.value)
+    assert message.startswith(f"{out}: {prompts}:6: row 5 gives another prompt than the one that")
+    assert "\n  transformers: begun with 0.1, now " in message
+    assert rows_of(out) == before
+
+
+async def test_a_planned_row_that_is_another_prompt_now_stops_the_run(
+    dump_root: Path, prompts: Path, out: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compared when it is read again."""
+
+    def reject(number: int, rid: str) -> Fault | None:
+        return Fault.REJECT if f"-{NUM_ROWS - 1}-" in rid else None
+
+    async with FakeServer(dump_root, faults=reject).running() as server:
+        await run(wishes(server, prompts, out, now=FIRST), notes)
+    assert len(read_samples(out)) == NUM_ROWS - 1
+    with monkeypatch.context() as patch:
+        change_rendering(patch, f"question {NUM_ROWS - 1}<")
+        async with FakeServer(dump_root).running() as server:
+            with pytest.raises(BaseException) as caught:
+                await run(wishes(server, prompts, out, retry_failed=True), notes)
+    error = first_known(caught.value)
+    assert isinstance(error, PromptChanged) and exit_code(error) == 2
+    assert str(error).startswith(f"row {NUM_ROWS - 1} (line {NUM_ROWS} of its file) gives another")
+    async with FakeServer(dump_root).running() as server:
+        await run(wishes(server, prompts, out), notes)
+    assert len(read_samples(out)) == NUM_ROWS
+    assert audit(out).findings == []
