@@ -13,3 +13,7 @@ class ManifestMissing(ManifestError):
 
 class ManifestSpaceError(ManifestError):
     """The manifest's disk is full; what was committed is safe."""
+
+
+class ManifestDamaged(ManifestError):
+    """The file holds something that this tool did not write."""

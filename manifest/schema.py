@@ -10,7 +10,11 @@ the rows (see batches.py); `extractor verify` compares them with the rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sqlite_utils import Database, Migrations
+
+from manifest.decoding import row_checksum
 
 migrations = Migrations("manifest")
 
@@ -166,3 +170,28 @@ def m004_tallies_by_batch(db: Database) -> None:
         "tallies_insert", "tallies_delete", "tallies_update", "shards_enter", "shards_leave",
     ):  # fmt: skip
         db.execute(f"DROP TRIGGER {name}")
+
+
+@migrations()
+def m005_checksums(db: Database) -> None:
+    # Of all other columns (see decoding.py): what cannot be proven from the shards, such as a
+    # label or a line, is proven by this.
+    for table, columns in (
+        (
+            "prompts",
+            "alterations attempts detail digest key label line num_deaths num_pieces num_tokens "
+            "num_trained offset ordinal part reason shard size_bytes source state",
+        ),
+        ("sources", "digest num_rows number path size_bytes"),
+        ("identity", "name value"),
+    ):
+        names = columns.split()
+        db.execute(f"ALTER TABLE {table} ADD COLUMN checksum INTEGER")
+        db.conn.create_function(
+            f"checksum_of_{table}", len(names), _checksum_of(names), deterministic=True
+        )
+        db.execute(f"UPDATE {table} SET checksum = checksum_of_{table}({', '.join(names)})")
+
+
+def _checksum_of(names: list[str]) -> Callable[..., int]:
+    return lambda *values: row_checksum(names, values)

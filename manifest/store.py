@@ -10,13 +10,16 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
 
 from manifest import batches
-from manifest.database import explained, open_for_writing
+from manifest.database import damaged, explained, open_for_writing
+from manifest.decoding import IDENTITY_COLUMNS, SOURCE_COLUMNS, Damage, row_checksum
 from manifest.errors import ManifestError
 from manifest.folding import Rows
 from manifest.reader import UNFINISHED, Reader
@@ -56,13 +59,19 @@ class Store(Reader):
         """Record what a new data set is of and which files it reads, in one transaction."""
         with self._writing():
             self._db.conn.executemany(
-                "INSERT INTO identity (name, value) VALUES (?, ?)",
-                [(name, json.dumps(value)) for name, value in identity.items()],
+                "INSERT INTO identity (name, value, checksum) VALUES (?, ?, ?)",
+                [
+                    (*values, row_checksum(IDENTITY_COLUMNS, values))
+                    for values in ((name, json.dumps(value)) for name, value in identity.items())
+                ],
             )
             self._db.conn.executemany(
-                "INSERT INTO sources (number, path, size_bytes, digest, num_rows) "
-                "VALUES (?, ?, ?, ?, ?)",
-                [(s.number, s.path, s.size_bytes, s.digest, s.num_rows) for s in sources],
+                f"INSERT INTO sources ({', '.join(SOURCE_COLUMNS)}, checksum) "
+                f"VALUES (?{', ?' * len(SOURCE_COLUMNS)})",
+                [
+                    (*values, row_checksum(SOURCE_COLUMNS, values))
+                    for values in map(attrgetter(*SOURCE_COLUMNS), sources)
+                ],
             )
 
     # --- prompts -----------------------------------------------------------------------------
@@ -97,7 +106,8 @@ class Store(Reader):
         """Put every row that a dead session left between PLANNED and STORED back to PLANNED."""
         with self._writing():
             cursor = self._db.conn.execute(
-                f"UPDATE prompts SET state = 'planned' WHERE {UNFINISHED} AND state != 'planned'"
+                "UPDATE prompts SET state = 'planned', checksum = NULL "
+                f"WHERE {UNFINISHED} AND state != 'planned'"
             )
             underway = [s for s in State if not s.is_terminal and s is not State.PLANNED]
             batches.tally_all_as(self._db.conn, State.PLANNED, underway)
@@ -111,7 +121,8 @@ class Store(Reader):
         state = advance(State.FAILED, Event.REOPEN)
         with self._writing():
             cursor = self._db.conn.execute(
-                "UPDATE prompts SET state = ?, reason = NULL, detail = NULL, num_deaths = 0 "
+                "UPDATE prompts SET state = ?, reason = NULL, detail = NULL, num_deaths = 0, "
+                "checksum = NULL "
                 "WHERE state = 'failed'",
                 (state.value,),
             )
@@ -152,6 +163,30 @@ class Store(Reader):
         """Remove a shard that holds no sample."""
         with self._writing():
             self._db.conn.execute("DELETE FROM shards WHERE number = ?", (number,))
+
+    # --- repair ------------------------------------------------------------------------------
+
+    def mend(self, *, drop: Iterable[int], shard_names: Mapping[int, str]) -> None:
+        """Make again all that follows from the rows: indexes, tallies, what shards know of their
+        samples; and drop rows that are damaged, which the next session reads from the input again.
+
+        Raises ManifestError, and changes nothing, where the manifest is not sound then.
+        """
+        with self._writing():
+            self._db.execute("REINDEX")
+            self._db.conn.executemany(
+                "DELETE FROM prompts WHERE ordinal = ?", [(ordinal,) for ordinal in drop]
+            )
+            self._db.conn.executemany(
+                "UPDATE shards SET name = ? WHERE number = ? AND name IS NOT ?",
+                [(name, number, name) for number, name in shard_names.items()],
+            )
+            batches.count_again(self._db.conn)
+            problems = self.integrity_problems() or self.tally_problems()
+            records = chain(self.checked_sources(), self.checked_shards(), self.checked_rows())
+            problems += map(str, islice((r for r in records if isinstance(r, Damage)), 1))
+            if problems:
+                raise damaged(self.path, problems[0])
 
     # --- transactions ------------------------------------------------------------------------
 
