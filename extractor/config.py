@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from ipaddress import ip_address
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from extractor.errors import ConfigMismatch, UsageError
+from extractor.errors import ConfigMismatch, CorruptData, UsageError
 from extractor.policy import DEFAULT_POLICY, Policy
 from prompts.options import DEFAULTS, ReadingOptions
-from server_patch.dump_format import LAST_TENSORS, Ready, bytes_per_token
+from server_patch.dump_format import LAST_TENSORS, STATE_DTYPES, Ready, bytes_per_token
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:30000"
 DEFAULT_OUT = Path("extraction")
@@ -26,6 +26,7 @@ DEFAULT_SHARD_BYTES = 4 << 30
 MANIFEST_NAME = "manifest.sqlite"
 DATASET_NAME = "dataset.json"
 SHARDS_DIRECTORY = "shards"
+MAX_HIDDEN_SIZE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,18 @@ class Layout:
             dtype=self.dtype,
             last_kind=self.last_kind,
         )
+
+    def require_sound(self) -> None:
+        """Raise CorruptData where no model has such states."""
+        ascends = list(self.boundaries) == sorted(set(self.boundaries))
+        if not self.boundaries or self.boundaries[0] < 0 or not ascends:
+            raise CorruptData(f"boundaries must ascend and not repeat: {_shown(self.boundaries)}")
+        if not 1 <= self.hidden_size <= MAX_HIDDEN_SIZE:
+            raise CorruptData(f"hidden_size must be 1 to {MAX_HIDDEN_SIZE}, is {self.hidden_size}")
+        if self.dtype not in STATE_DTYPES:
+            raise CorruptData(f"dtype must be one of {STATE_DTYPES}, is {_shown(self.dtype)}")
+        if self.last_kind not in LAST_TENSORS:
+            raise CorruptData(f"last_kind must be post, pre or both, is {_shown(self.last_kind)}")
 
     def state_width(self, name: str) -> int:
         """Elements per row of one state tensor."""
@@ -114,7 +127,8 @@ class Identity:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Identity:
-        """From what the manifest holds. Raises ConfigMismatch naming a field that it lacks."""
+        """From what the manifest holds. Raises ConfigMismatch naming a field that it lacks,
+        CorruptData naming one that cannot be."""
         if not document:
             raise UsageError(
                 "no run has got as far as its first prompt here; run the same command again"
@@ -126,10 +140,17 @@ class Identity:
                 f"the manifest lacks the field(s) {', '.join(sorted(missing))}: "
                 "it was begun by another version of this tool. Use a new --out."
             )
-        values = {name: document[name] for name in names}
-        values["boundaries"] = tuple(values["boundaries"])
-        values["inputs"] = tuple(values["inputs"])
-        return cls(**values)
+        values: dict[str, Any] = {}
+        for known in fields(cls):
+            value = document[known.name]
+            if not _FITS[str(known.type)](value):
+                raise CorruptData(f"{known.name} is {_shown(value)}, must be {known.type}")
+            values[known.name] = tuple(value) if isinstance(value, list) else value
+        identity = cls(**values)
+        if identity.vocab_size < 1:
+            raise CorruptData(f"vocab_size must be >= 1, is {identity.vocab_size}")
+        identity.layout.require_sound()
+        return identity
 
     def to_document(self) -> dict[str, Any]:
         """JSON-ready, field by field."""
@@ -315,6 +336,23 @@ def url_host(name: str) -> str:
 
 
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?", re.IGNORECASE)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+#: Whether a value of JSON fits a field of the identity, by the field's type.
+_FITS: Mapping[str, Callable[[object], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "str | None": lambda value: value is None or isinstance(value, str),
+    "int": _is_integer,
+    "tuple[int, ...]": lambda value: isinstance(value, list) and all(map(_is_integer, value)),
+    "tuple[str, ...]": lambda value: (
+        isinstance(value, list) and all(isinstance(item, str) for item in value)
+    ),
+    "Mapping[str, Any]": lambda value: isinstance(value, dict),
+}
 
 
 def _option_of(name: str) -> str:

@@ -8,9 +8,13 @@ from typing import Any
 import orjson
 
 from extractor import __version__
-from extractor.config import Identity
+from extractor.config import DATASET_NAME, Identity
 from extractor.shard_format import SHARD_FORMAT_VERSION
+from extractor.tables import table
 from manifest.records import ServerStart
+
+#: Lines of `sessions_table`.
+MAX_LINES = 20
 
 
 def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes:
@@ -23,7 +27,7 @@ def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes
     document: dict[str, Any] = {
         "format": "hidden-state-extractor",
         "format_version": SHARD_FORMAT_VERSION,
-        "tool_version": __version__,
+        "tool_version": starts[-1].facts.get("tool_version") if starts else __version__,
         "engine": "sglang",
         "engine_version": starts[-1].facts.get("engine_version") if starts else None,
         "model": identity.model,
@@ -66,3 +70,27 @@ def sessions_document(starts: Sequence[ServerStart]) -> list[dict[str, Any]]:
             }
         )
     return [{"session": number, "servers": servers} for number, servers in sessions.items()]
+
+
+def sessions_table(starts: Sequence[ServerStart]) -> str:
+    """What served each session, one line for consecutive starts that were alike."""
+    lines: list[tuple[list[int], str]] = []
+    for start in starts:
+        facts = start.facts
+        text = f"weights {str(facts.get('weights'))[:12]}, SGLang {facts.get('engine_version')}"
+        if start.accepted:
+            text += f"; changed on purpose: {', '.join(start.accepted)}"
+        if lines and lines[-1][1] == text:
+            lines[-1][0].append(start.session)
+        else:
+            lines.append(([start.session], text))
+    hidden = len(lines) - MAX_LINES
+    rows = [(_sessions(numbers), text) for numbers, text in lines[-MAX_LINES:]]
+    if hidden > 0:
+        rows.insert(0, ("…", f"{hidden:,} more before these: see {DATASET_NAME}"))
+    return table(rows)
+
+
+def _sessions(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    return f"session {first}" if first == last else f"sessions {first} to {last}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from server_patch.dump_format import DumpFormatError, open_dump
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -15,6 +19,37 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         written = os.pwrite(descriptor, view, offset)
         offset += written
         view = view[written:]
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor to read a regular file; the caller closes it. Never waits for a pipe and never
+    follows a link that lies in the file's place. Raises OSError."""
+    try:
+        return open_dump(path)
+    except DumpFormatError as error:
+        raise OSError(errno.EINVAL, "not a regular file", str(path)) from error
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a regular file lies there, not a link to one."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
+    """The content of a small regular file. Raises OSError, also where it is larger."""
+    descriptor = open_regular(path)
+    try:
+        if os.fstat(descriptor).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
+        data = bytearray()
+        while len(data) <= max_bytes and (part := os.read(descriptor, max_bytes + 1)):
+            data += part
+        return bytes(data[:max_bytes])
+    finally:
+        os.close(descriptor)
 
 
 def read_into(source: int | bytes, view: memoryview, offset: int) -> None:

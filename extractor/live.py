@@ -8,6 +8,7 @@ so that what a killed run left is not taken for a live one's.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from typing import Any
 
 import orjson
 
-from extractor.measurements import Counters
+from extractor.files import read_regular
+from extractor.measurements import Counters, ServerNow
 from extractor.report import session_document
 from extractor.writers import is_same_process, pid_namespace, process_start_ticks
 
@@ -27,6 +29,7 @@ LIVE_NAME = ".live.json"
 INTERVAL_S = 1.0
 #: From another PID namespace it cannot be seen whether a process lives: older than this is dead.
 STALE_S = 30.0
+_MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +94,73 @@ class LiveFile:
 def read_live(out: Path) -> Live | None:
     """What the running session last said; None where none is running, or has said anything."""
     try:
-        document = orjson.loads((out / LIVE_NAME).read_bytes())
-        pid, namespace = int(document["pid"]), str(document["pid_namespace"])
-        age_s = max(0.0, time.time() - float(document["written_at"]))
-        if not is_same_process(pid, int(document["pid_start_ticks"]), namespace):
-            return None
-        if namespace != pid_namespace() and age_s > STALE_S:
-            return None
-        return Live(pid=pid, age_s=age_s, session=dict(document["session"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        document = _read(out / LIVE_NAME)
+    except (OSError, ValueError):
         return None
+    namespace = document["pid_namespace"]
+    age_s = max(0.0, time.time() - document["written_at"])
+    if not is_same_process(document["pid"], document["pid_start_ticks"], namespace):
+        return None
+    if namespace != pid_namespace() and age_s > STALE_S:
+        return None
+    return Live(pid=document["pid"], age_s=age_s, session=document["session"])
+
+
+def live_problem(out: Path) -> str | None:
+    """What is wrong with the file; None where it is whole or missing. One that a killed run left
+    is whole: nothing depends on it, and the next run replaces it."""
+    path = out / LIVE_NAME
+    try:
+        _read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    except ValueError as error:
+        return f"{path} is not what a session writes ({error}); remove it, nothing depends on it"
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The document, of the shape that its readers rely on. Raises OSError, ValueError."""
+    document = orjson.loads(read_regular(path, max_bytes=_MAX_BYTES))
+    _require_shape(document, _document_like(), "the document")
+    return dict(document)
+
+
+@functools.cache
+def _document_like() -> dict[str, Any]:
+    """A document with an example of everything."""
+    server = ServerNow(url="", is_up=True, in_flight=0, request_limit=0, num_prompts=0)
+    session = session_document(Counters(servers=(server,)))
+    return {
+        "pid": 0, "pid_start_ticks": 0, "pid_namespace": "", "written_at": 0.0, "session": session,
+    }  # fmt: skip
+
+
+def _require_shape(value: object, example: object, name: str) -> None:
+    """Raise ValueError where a value lacks something that `example` has, or it is of another type
+    or a number that is not a sensible one."""
+    match example:
+        case dict():
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} is not an object")
+            for key, inner in example.items():
+                if key not in value:
+                    raise ValueError(f"{name} lacks {key}")
+                _require_shape(value[key], inner, key)
+        case list():
+            if not isinstance(value, list):
+                raise ValueError(f"{name} is not a list")
+            for item in value:
+                _require_shape(item, example[0], name)
+        case bool() | str():
+            if type(value) is not type(example):
+                raise ValueError(f"{name} is not {type(example).__name__}")
+        case _:
+            if (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or not abs(value) < 2**63
+            ):
+                raise ValueError(f"{name} is not a number, or not a sensible one")

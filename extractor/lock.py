@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from extractor.errors import ExtractorError, OutputBusy, storage_error
+from extractor.files import read_regular
 from extractor.writers import is_same_process, pid_namespace, process_start_ticks
 from manifest.causes import NO_LOCKS_ERRNOS
 
@@ -68,9 +69,11 @@ def writer_of(out: Path) -> int | None:
     it taken.
     """
     try:
-        pid, start_ticks, namespace = (out / LOCK_NAME).read_text(errors="replace").split()
+        pid, start_ticks, namespace = (
+            read_regular(out / LOCK_NAME, max_bytes=4096).decode(errors="replace").split()
+        )
         if int(pid) == os.getpid() or namespace != pid_namespace():
             return None
         return int(pid) if is_same_process(int(pid), int(start_ticks), namespace) else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return None

@@ -9,34 +9,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from extractor.audit import Audit, FindingKind, Progress, audit, open_manifest
+from extractor.audit import audit, open_manifest
 from extractor.config import MANIFEST_NAME, SHARDS_DIRECTORY, Identity, RunOptions
-from extractor.errors import CorruptData, storage_error
-from extractor.files import sync_directory
+from extractor.errors import CorruptData, UsageError, storage_error
+from extractor.files import is_regular, sync_directory
+from extractor.findings import Audit, FindingKind, Progress
+from extractor.live import LIVE_NAME
 from extractor.lock import exclusive
+from extractor.shard_format import shard_name
 from extractor.shards import ShardSettings, ShardWriter, sealed_shard_path
 from extractor.tables import counted
+from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
 from manifest.records import Forgotten, Relocated, Row, Shard
 from manifest.store import Store
-
-#: What is wrong with bytes; all else is settled by the next run, or by a person.
-_DAMAGE = frozenset(
-    {
-        FindingKind.SHARD_MISSING,
-        FindingKind.SHARD_HEADER,
-        FindingKind.SHARD_SIZE,
-        FindingKind.SHARD_DIGEST,
-        FindingKind.SAMPLE_OVERLAP,
-        FindingKind.SAMPLE_SIZE,
-        FindingKind.SAMPLE_DIGEST,
-        FindingKind.SAMPLE_TOKENS,
-        FindingKind.SAMPLE_NONFINITE,
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +37,28 @@ class Repair:
     kept: int  # sound samples of these
     planned: int  # samples that the next run extracts again
     unknown: tuple[str, ...] = ()  # files among the shards that the manifest does not know: left
+    rows: int = 0  # damaged rows of the manifest, which the next run reads from the input again
+    refused: str | None = None  # why nothing was changed
 
     def to_document(self) -> dict[str, Any]:
         """The part of the JSON of `extractor verify --repair`."""
         return asdict(self)
 
     def to_text(self) -> str:
-        lines = ["nothing to repair"]
+        lines = []
+        if self.refused is not None:
+            lines.append(f"not repaired: {self.refused}")
+        if self.rows:
+            lines.append(
+                f"dropped {counted(self.rows, 'damaged row')} from the manifest, to be read and "
+                "extracted again by the same `extractor run`"
+            )
         if self.shards:
-            lines = [
+            lines.append(
                 f"repaired {counted(self.shards, 'shard')}: {counted(self.kept, 'sample')} kept, "
                 f"{self.planned:,} to be extracted again by the same `extractor run`"
-            ]
+            )
+        lines = lines or ["nothing to repair"]
         if self.unknown:
             lines.append(
                 f"left alone {counted(len(self.unknown), 'file')} that the manifest does not know; "
@@ -70,35 +70,53 @@ class Repair:
 def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple[Audit, Repair]:
     """Check a data set and replace its damaged shards.
 
-    Raises OutputBusy while a run writes it, CorruptData for a manifest that is damaged itself,
-    ManifestMissing where there is no data set, UsageError where nothing can be written, SpaceError,
-    ManifestError.
+    Raises OutputBusy while a run writes it, ManifestMissing where there is no data set, UsageError
+    where nothing can be written, SpaceError, ManifestError for a manifest of another version.
     """
     # First, so that no lock is left in a directory that is no data set.
-    open_manifest(out).close()
+    with suppress(ManifestDamaged):
+        open_manifest(out).close()
     try:
-        return _audit_and_repair(out, progress)
+        with exclusive(out):
+            found = audit(out, progress=progress)
+            return found, _repair(out, found)
     except OSError as error:
         raise storage_error(error, where=out) from error
 
 
-def _audit_and_repair(out: Path, progress: Progress) -> tuple[Audit, Repair]:
-    with exclusive(out):
-        found = audit(out, progress=progress)
-        if FindingKind.MANIFEST_DAMAGED in found.findings_by_kind():
-            raise CorruptData(
-                f"{out / MANIFEST_NAME} is damaged, and nothing else knows what it held. "
-                "Restore it from a copy, or extract into a new --out."
-            )
+def _repair(out: Path, found: Audit) -> Repair:
+    try:
+        open_manifest(out).close()
         store = Store.create_or_open(out / MANIFEST_NAME)
+    except ManifestDamaged as error:
+        return _refused(str(error))
+    try:
         try:
-            return found, _Repairer(out, store).run(found)
-        finally:
-            store.close()
+            repairer = _Repairer(out, store)
+            if FindingKind.MANIFEST_DAMAGED in found.counts:
+                repairer.mend_manifest(found.damage.rows)
+        except ManifestSpaceError:
+            raise
+        except (ManifestError, CorruptData, UsageError) as error:
+            return _refused(str(error))
+        return repairer.run(found)
+    finally:
+        store.close()
+
+
+def _refused(why: str) -> Repair:
+    return Repair(
+        shards=0,
+        kept=0,
+        planned=0,
+        refused=f"{why} Nothing was changed. Nothing else knows what the manifest held: restore it "
+        "from a copy, or extract into a new --out.",
+    )
 
 
 class _Repairer:
     def __init__(self, out: Path, store: Store) -> None:
+        self._out = out
         self._store = store
         self._settings = ShardSettings(
             directory=out / SHARDS_DIRECTORY,
@@ -107,20 +125,35 @@ class _Repairer:
             file_mode=RunOptions.file_mode,
         )
 
+    def mend_manifest(self, rows: Collection[int]) -> None:
+        names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}
+        self._store.mend(drop=rows, shard_names=names)
+
     def run(self, found: Audit) -> Repair:
-        findings = [finding for finding in found.findings if finding.kind in _DAMAGE]
-        names = {finding.shard for finding in findings}
-        damaged = {finding.row for finding in findings if finding.row is not None}
+        damage = found.damage
         # An open shard is first sealed by the run that fills it: a hole in it would stay one.
-        shards = [s for s in self._store.shards() if s.is_sealed and s.name in names]
-        kept = planned = 0
+        shards = [s for s in self._store.shards() if s.is_sealed and s.number in damage.shards]
+        unknown = [f.detail for f in found.findings if f.kind is FindingKind.SHARD_UNKNOWN]
+        kept = planned = num_shards = 0
         for shard in shards:
+            path = sealed_shard_path(self._settings.directory, shard)
+            if os.path.lexists(path) and not is_regular(path):
+                unknown.append(str(path))  # whatever it is, it is not ours
+                continue
             rows = self._store.shard_rows(shard.number)
-            num_kept = self._replace(shard, rows, damaged)
+            num_kept = self._replace(shard, rows, damage.samples)
+            num_shards += 1
             kept += num_kept
             planned += len(rows) - num_kept
-        unknown = tuple(f.detail for f in found.findings if f.kind is FindingKind.SHARD_UNKNOWN)
-        return Repair(shards=len(shards), kept=kept, planned=planned, unknown=unknown)
+        if FindingKind.LIVE_DAMAGED in found.counts and is_regular(self._out / LIVE_NAME):
+            (self._out / LIVE_NAME).unlink(missing_ok=True)
+        return Repair(
+            shards=num_shards,
+            kept=kept,
+            planned=planned,
+            unknown=tuple(unknown),
+            rows=len(damage.rows),
+        )
 
     def _replace(self, shard: Shard, rows: Sequence[Row], damaged: Collection[int]) -> int:
         """Move the sound samples of a shard to a new one; how many those were."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from extractor import __version__
 from extractor.config import Identity
 from server_patch.dump_format import Ready
 
@@ -44,7 +45,8 @@ class Difference:
 
 def facts_of(ready: Ready) -> dict[str, Any]:
     """What a start of a server announced, as the manifest keeps it."""
-    facts = {name: getattr(ready, name) for name in (*BOUND, *_RECORDED)}
+    facts = {"tool_version": __version__}
+    facts |= {name: getattr(ready, name) for name in (*BOUND, *_RECORDED)}
     # An older plugin announces no settings at all; a newer one always names some.
     return {**facts, "settings": dict(sorted(ready.settings.items())) or None}
 

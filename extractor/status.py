@@ -37,6 +37,11 @@ class Status:
         """Rows that no session came to yet."""
         return self.num_rows - self.totals.num_rows
 
+    def path_of(self, row: Row) -> str:
+        """The input file that holds a row."""
+        is_known = row.source < len(self.sources)
+        return self.sources[row.source].path if is_known else f"source {row.source}"
+
     def to_document(self) -> dict[str, Any]:
         """The stable JSON of `extractor status --json`."""
         return {
@@ -52,7 +57,7 @@ class Status:
             "failed_rows": [
                 {
                     "row": row.ordinal,
-                    "source": self.sources[row.source].path,
+                    "source": self.path_of(row),
                     "line": row.line,
                     "label": row.label,
                     "reason": row.reason,
@@ -87,8 +92,7 @@ def read_status(out: Path, *, all_failures: bool = False) -> Status:
 def failed_table(status: Status) -> str:
     """File, line, reason and detail of the failed rows that the status holds."""
     lines = [
-        f"{status.sources[row.source].path}:{row.line}: {row.reason}: {row.detail}"
-        for row in status.failed
+        f"{status.path_of(row)}:{row.line}: {row.reason}: {row.detail}" for row in status.failed
     ]
     hidden = status.totals.by_state.get(State.FAILED, 0) - len(lines)
     if hidden:

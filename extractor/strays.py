@@ -17,7 +17,7 @@ def require_manifest(out: Path) -> None:
     path = out / MANIFEST_NAME
     if not path.exists():
         _refuse_any(out, f"{path} is missing")
-    elif not path.stat().st_size:
+    elif path.is_file() and not path.stat().st_size:
         _refuse_any(out, f"{path} is an empty file")
 
 

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import fields
 from operator import attrgetter
 
 import orjson
 
+from manifest.decoding import PROMPT_COLUMNS, row_checksum
+from manifest.errors import ManifestDamaged
 from manifest.folding import Batch, Entry
 from manifest.states import Reason, State
 
-_COLUMNS = [field.name for field in fields(Entry)]
-_values = attrgetter(*_COLUMNS)
+_values = attrgetter(*PROMPT_COLUMNS)
+_WRITTEN = (*PROMPT_COLUMNS, "checksum")
 #: What stays as it was when the row was first written.
 _FIXED = ("ordinal", "source", "line", "label", "part")
 _ORDINALS = "SELECT value FROM json_each(NEW.ordinals)"
@@ -54,11 +55,11 @@ _MEASURE_SHARDS = f"""
     WHERE number IN ({_SHARDS})
 """
 _WRITE = f"""
-    INSERT INTO prompts ({", ".join(_COLUMNS)})
-    SELECT {", ".join(f"json_extract(value, '$[{place}]')" for place in range(len(_COLUMNS)))}
+    INSERT INTO prompts ({", ".join(_WRITTEN)})
+    SELECT {", ".join(f"json_extract(value, '$[{place}]')" for place in range(len(_WRITTEN)))}
     FROM json_each(NEW.entries) WHERE true
     ON CONFLICT (ordinal) DO UPDATE SET
-    {", ".join(f"{name} = excluded.{name}" for name in _COLUMNS if name not in _FIXED)}
+    {", ".join(f"{name} = excluded.{name}" for name in _WRITTEN if name not in _FIXED)}
 """
 _SCHEMA = f"""
     CREATE TEMP VIEW batches AS SELECT NULL AS ordinals, NULL AS entries, NULL AS shards;
@@ -79,7 +80,7 @@ _TALLY_AS = f"""
     {_ADD}
 """
 _READ = (
-    f"SELECT json_group_array(json_array({', '.join(_COLUMNS)})) "
+    f"SELECT json_group_array(json_array({', '.join(PROMPT_COLUMNS)})) "
     "FROM prompts WHERE ordinal IN (SELECT value FROM json_each(?))"
 )
 
@@ -96,7 +97,7 @@ def write_batch(connection: sqlite3.Connection, batch: Batch) -> None:
     """
     documents = (
         [entry.ordinal for entry in batch.entries],
-        [_values(entry) for entry in batch.entries],
+        [_checked(_values(entry)) for entry in batch.entries],
         batch.shards,
     )
     connection.execute(
@@ -107,13 +108,39 @@ def write_batch(connection: sqlite3.Connection, batch: Batch) -> None:
 def read_entries(connection: sqlite3.Connection, ordinals: Sequence[int]) -> list[Entry]:
     """The rows of these ordinals, as far as there are any; in no order."""
     ((document,),) = connection.execute(_READ, (orjson.dumps(ordinals).decode(),)).fetchall()
-    entries = [
-        Entry(**dict(zip(_COLUMNS, values, strict=True))) for values in orjson.loads(document)
-    ]
-    for entry in entries:
-        entry.state = State(entry.state)
-        entry.reason = None if entry.reason is None else Reason(entry.reason)
+    try:
+        entries = [
+            Entry(**dict(zip(PROMPT_COLUMNS, values, strict=True)))
+            for values in orjson.loads(document)
+        ]
+        for entry in entries:
+            entry.state = State(entry.state)
+            entry.reason = None if entry.reason is None else Reason(entry.reason)
+    except ValueError as error:
+        raise ManifestDamaged(
+            f"the manifest holds rows that this tool did not write ({error}). "
+            "`extractor verify` names them."
+        ) from error
     return entries
+
+
+def _checked(values: tuple[object, ...]) -> tuple[object, ...]:
+    return (*values, row_checksum(PROMPT_COLUMNS, values))
+
+
+def count_again(connection: sqlite3.Connection) -> None:
+    """Make the tallies, and what shards know of their samples, from the rows. Reads every row."""
+    connection.execute("DELETE FROM tallies")
+    connection.execute(
+        "INSERT INTO tallies SELECT state, COALESCE(reason, ''), COUNT(*), "
+        "COALESCE(SUM(num_tokens), 0), COALESCE(SUM(size_bytes), 0), "
+        "COALESCE(SUM(num_trained = 0), 0) FROM prompts GROUP BY 1, 2"
+    )
+    connection.execute(
+        "UPDATE shards SET num_samples = (SELECT COUNT(*) FROM prompts WHERE shard = number), "
+        "end_bytes = COALESCE((SELECT offset + size_bytes FROM prompts WHERE shard = number "
+        "ORDER BY offset DESC LIMIT 1), data_start)"
+    )
 
 
 def tally_all_as(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import os
 import sqlite3
 import tempfile
@@ -21,7 +22,13 @@ from typing import Final
 from sqlite_utils import Database
 
 from manifest.causes import LIMIT_ERRNOS, NO_LOCKS_ERRNOS, cause_of, named
-from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError
+from manifest.decoding import shown
+from manifest.errors import (
+    ManifestDamaged,
+    ManifestError,
+    ManifestMissing,
+    ManifestSpaceError,
+)
 from manifest.schema import migrations
 
 #: STRICT tables need 3.37; UPDATE FROM and what else is used is older.
@@ -32,7 +39,9 @@ def open_for_writing(path: Path) -> Database:
     """Make the file and its tables where they are missing. Raises ManifestError."""
     _require_sqlite()
     with explained(path):
-        database = Database(sqlite3.connect(path, isolation_level=None))
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.text_factory = _text
+        database = Database(connection)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         database.execute("PRAGMA foreign_keys = ON")
@@ -46,26 +55,44 @@ def open_for_writing(path: Path) -> Database:
 def open_for_reading(path: Path) -> Database:
     """Open also while another process writes. Raises ManifestMissing, ManifestError."""
     _require_sqlite()
-    if not path.is_file():
+    if not path.exists():
         raise ManifestMissing(
             f"{path}: no manifest there. Name the directory given to `extractor run --out`."
         )
-    if not path.stat().st_size:
+    if not path.is_file():
+        raise damaged(path, "not a regular file")
+    if not (size := path.stat().st_size):
         raise ManifestMissing(
             f"{path} is an empty file: no data set was begun there, or its manifest was lost."
         )
+    if size < 100:  # SQLite takes it for an empty one
+        raise damaged(path, f"{size} bytes are less than its header has")
     with explained(path):
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None
         )
-        database = Database(connection)
-        _check_version(database, path)
-        if migrations.pending(database):
-            raise ManifestError(
-                f"{path}: the manifest is older than this tool or was never begun. "
-                "`extractor run` brings it up to date."
-            )
+        try:
+            connection.text_factory = _text
+            database = Database(connection)
+            if pending := _check_version(database, path):
+                if schema_of(database) == expected_schema():
+                    raise damaged(path, f"no record of {', '.join(sorted(pending))}")
+                raise ManifestError(
+                    f"{path}: the manifest is older than this tool or was never begun. "
+                    "`extractor run` brings it up to date."
+                )
+        except BaseException:
+            connection.close()
+            raise
         return database
+
+
+def _text(data: bytes) -> str | bytes:
+    """Text, or the bytes where they are not UTF-8: whoever gets them says which value it is."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data
 
 
 def _require_sqlite() -> None:
@@ -76,14 +103,44 @@ def _require_sqlite() -> None:
         )
 
 
-def _check_version(database: Database, path: Path) -> None:
+def _check_version(database: Database, path: Path) -> set[str]:
+    """The migrations that the file lacks. Raises ManifestError where it has some of a newer
+    version."""
     known = {migration.name for migration in migrations.pending(Database(memory=True))}
-    unknown = {migration.name for migration in migrations.applied(database)} - known
-    if unknown:
-        raise ManifestError(
-            f"{path}: written by a newer version of this tool (has {', '.join(sorted(unknown))}). "
-            "Upgrade hidden-state-extractor."
-        )
+    # Not by the library, which relies on the columns of its table.
+    table = migrations.migrations_table
+    applied = set()
+    if database.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", [table]).fetchall():
+        rows = database.execute(f"SELECT name FROM {table} WHERE migration_set = 'manifest'")
+        applied = {name if isinstance(name, str) else shown(name) for (name,) in rows.fetchall()}
+    if not (unknown := applied - known):
+        return known - applied
+    if known - applied:
+        # A newer version has all of ours and more.
+        raise damaged(path, f"unknown migrations: {', '.join(sorted(unknown))}")
+    raise ManifestError(
+        f"{path}: written by a newer version of this tool (has {', '.join(sorted(unknown))}). "
+        "Upgrade hidden-state-extractor."
+    )
+
+
+def schema_of(database: Database) -> dict[str, str]:
+    """The statement that made each table, index and trigger of this tool."""
+    rows = database.execute(
+        "SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL "
+        "AND name NOT LIKE '%sqlite^_%' ESCAPE '^'"
+    ).fetchall()
+    return {str(name): str(sql) for name, sql in rows}
+
+
+@functools.cache
+def expected_schema() -> dict[str, str]:
+    """The same of a new manifest. Migrations add to each other's text and nothing else does."""
+    database = Database(memory=True)
+    migrations.apply(database)
+    schema = schema_of(database)
+    database.close()
+    return schema
 
 
 #: SQLite's result codes by prefix, the longest that fits first, as the errno that they stand for.
@@ -105,11 +162,9 @@ _ERRNOS: Final[tuple[tuple[str, int], ...]] = (
     ("SQLITE_READONLY", errno.EACCES),
     ("SQLITE_PERM", errno.EACCES),
     ("SQLITE_NOLFS", errno.EFBIG),
-    ("SQLITE_TOOBIG", errno.EFBIG),
 )
 #: With them SQLite says that another process has the file, or that its locks do not work.
 _LOCKED: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")
-_DAMAGED: Final = ("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_IOERR_SHORT_READ")
 
 
 @contextmanager
@@ -117,17 +172,16 @@ def explained(path: Path) -> Iterator[None]:
     """SQLite's errors as ManifestErrors that name the file, the cause and what to do."""
     try:
         yield
+    except UnicodeDecodeError as error:  # from within sqlite3: a message quotes what it read
+        raise damaged(path, shown(error.object)) from error
     except sqlite3.Error as error:
         raise _explained(error, path) from error
 
 
 def _explained(error: sqlite3.Error, path: Path) -> ManifestError:
     code: str = getattr(error, "sqlite_errorname", None) or type(error).__name__
-    if code.startswith(_DAMAGED):
-        return ManifestError(
-            f"{path}: not a sound manifest ({error}, {code}). "
-            "Restore it from a copy, or use a new --out."
-        )
+    if is_damage(error):
+        return damaged(path, f"{error}, {code}")
     number = next((number for prefix, number in _ERRNOS if code.startswith(prefix)), None)
     # Some codes hide what the system said. What it says of the place now decides.
     now = _errno_at(path)
@@ -173,3 +227,26 @@ def _errno_at(path: Path) -> int | None:
     except OSError as error:
         return error.errno
     return None
+
+
+#: SQLite's result codes for what the file holds, by their beginnings. Every statement here is known
+#: to be right, so that one which a file does not take says that its schema is another.
+_DAMAGE = (
+    "SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_ERROR", "SQLITE_SCHEMA", "SQLITE_FORMAT",
+    "SQLITE_TOOBIG", "SQLITE_INTERRUPT", "SQLITE_MISMATCH", "SQLITE_RANGE",
+    "SQLITE_IOERR_SHORT_READ",
+)  # fmt: skip
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error is the fault of the file's content, not of the file system or a defect."""
+    code = getattr(error, "sqlite_errorname", None)
+    if code is None:  # raised by Python's module, for text that is not UTF-8
+        return isinstance(error, sqlite3.OperationalError)
+    return str(code).startswith(_DAMAGE)
+
+
+def damaged(path: Path, what: str) -> ManifestDamaged:
+    return ManifestDamaged(
+        f"{path}: not a sound manifest ({what}). Restore it from a copy, or use a new --out."
+    )

@@ -17,3 +17,7 @@ class ManifestSpaceError(ManifestError):
 
 class PromptChanged(ManifestError):
     """A row gives another prompt than the one that an earlier session planned for it."""
+
+
+class ManifestDamaged(ManifestError):
+    """The file holds something that this tool did not write."""

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from sqlite_utils import Database
 
-from manifest.database import explained, open_for_reading
+from manifest.database import (
+    damaged,
+    expected_schema,
+    explained,
+    open_for_reading,
+    schema_of,
+)
+from manifest.decoding import (
+    PROMPT_COLUMNS,
+    SHARD_COLUMNS,
+    SOURCE_COLUMNS,
+    START_COLUMNS,
+    TALLIES,
+    TALLY_COLUMNS,
+    Damage,
+    canary_digest,
+    decode,
+    decode_identity,
+    decode_prompt,
+    decode_shard,
+    decode_source,
+    decode_start,
+    shown,
+)
+from manifest.errors import ManifestDamaged
 from manifest.records import Row, ServerStart, Shard, Source, Totals
 from manifest.states import Reason, State
 
 TERMINAL = "('stored', 'failed')"
 #: Word for word the condition of the index `prompts_unfinished`, or SQLite does not use that.
 UNFINISHED = f"state NOT IN {TERMINAL}"
-_TALLIES = "SELECT state, reason, num_rows, num_tokens, size_bytes, num_untrained"
 _PAGE_ROWS = 10_000
-_COLUMNS = (
-    "ordinal, source, line, label, key, num_tokens, num_trained, state, reason, detail, "
-    "attempts, shard, offset, size_bytes, digest, num_pieces, part, alterations, server"
-)
+#: Ten states of 64,000 values in float32 for each of its tokens.
+_MAX_CANARY_BYTES = 64 << 20
+_FETCHED_ROWS = 256  # at a time: what they take in memory
+_PROMPTS = f"SELECT {', '.join(PROMPT_COLUMNS)}, checksum FROM prompts"
+_ORDINAL, _OFFSET = (PROMPT_COLUMNS.index(name) for name in ("ordinal", "offset"))
+#: Steps of SQLite's machine between two looks at how many there were.
+_WORK_STEPS = 1_000_000
+
+
+Record = TypeVar("Record")
 
 
 class Reader:
@@ -43,48 +71,60 @@ class Reader:
 
     def identity(self) -> dict[str, Any]:
         """What the data set is of, by field name; empty for a new manifest."""
-        with explained(self.path):
-            rows = self._db.execute("SELECT name, value FROM identity").fetchall()
-        return {name: json.loads(value) for name, value in rows}
+        rows = self._fetch("SELECT name, value, checksum FROM identity")
+        fields = [self._sound(decode_identity(row)) for row in rows]
+        return {row["name"]: row["value"] for row in fields}
+
+    def has_begun(self) -> bool:
+        """Whether a data set was begun here. Raises ManifestDamaged where only its rows say so."""
+        if self._fetch("SELECT 1 FROM identity LIMIT 1"):
+            return True
+        for table in ("sources", "prompts", "shards"):
+            if self._fetch(f"SELECT 1 FROM {table} LIMIT 1"):
+                raise damaged(self.path, f"it has {table} but not what they are of")
+        return False
 
     def sources(self) -> list[Source]:
-        with explained(self.path):
-            rows = self._db.execute(
-                "SELECT number, path, size_bytes, digest, num_rows FROM sources ORDER BY number"
-            ).fetchall()
-        return [
-            Source(number=number, path=path, size_bytes=size, digest=digest, num_rows=num_rows)
-            for number, path, size, digest, num_rows in rows
-        ]
+        return [self._sound(record) for record in self.checked_sources()]
+
+    def checked_sources(self) -> list[Source | Damage]:
+        rows = self._fetch(
+            f"SELECT {', '.join(SOURCE_COLUMNS)}, checksum FROM sources ORDER BY number"
+        )
+        return [decode_source(row) for row in rows]
 
     def server_starts(self) -> list[ServerStart]:
         """Every start of a server that a session extracted from, in the order of use."""
-        with explained(self.path):
-            rows = self._db.execute(
-                "SELECT number, session, used_at, url, boot_id, facts, canary_error, accepted "
-                "FROM server_starts ORDER BY number"
-            ).fetchall()
-        return [
-            ServerStart(
-                number=number,
-                session=session,
-                used_at=used_at,
-                url=url,
-                boot_id=boot_id,
-                facts=json.loads(facts),
-                canary_error=canary_error,
-                accepted=tuple(json.loads(accepted)),
-            )
-            for number, session, used_at, url, boot_id, facts, canary_error, accepted in rows
-        ]
+        return [self._sound(record) for record in self.checked_server_starts()]
+
+    def checked_server_starts(self) -> list[ServerStart | Damage]:
+        rows = self._fetch(
+            f"SELECT {', '.join(START_COLUMNS)}, checksum FROM server_starts ORDER BY number"
+        )
+        return [decode_start(row) for row in rows]
 
     def canary(self) -> bytes | None:
         """The dump that canaries are compared with now; None before the first."""
-        with explained(self.path):
-            row = self._db.execute(
-                "SELECT dump FROM canaries ORDER BY server DESC LIMIT 1"
-            ).fetchone()
-        return None if row is None else bytes(row[0])
+        dump = None
+        for _, found in self.checked_canaries():
+            dump = self._sound(found)
+        return dump
+
+    def checked_canaries(self) -> Iterator[tuple[int, bytes | Damage]]:
+        """The dump of each canary that became the reference, by the number of its start."""
+        for number, size in self._fetch(
+            "SELECT server, length(dump) FROM canaries ORDER BY server"
+        ):
+            found: bytes | Damage = Damage(
+                table="canaries", place=number, detail="its digest is not that of its dump"
+            )
+            if isinstance(size, int) and size <= _MAX_CANARY_BYTES:
+                for dump, digest in self._fetch(
+                    "SELECT dump, digest FROM canaries WHERE server = ?", number
+                ):
+                    if isinstance(dump, bytes) and digest == canary_digest(dump):
+                        found = dump
+            yield number, found
 
     # --- prompts -----------------------------------------------------------------------------
 
@@ -134,29 +174,23 @@ class Reader:
 
     def rows(self) -> Iterator[Row]:
         """Every row, by ordinal."""
-        return map(
-            _row,
-            self._pages(
-                f"SELECT {_COLUMNS} FROM prompts WHERE ordinal > ? ORDER BY ordinal LIMIT ?"
-            ),
-        )
+        return map(self._sound, self.checked_rows())
+
+    def checked_rows(self) -> Iterator[Row | Damage]:
+        """Every row, by ordinal; in place of those that are damaged, what is wrong with them."""
+        return self._checked_pages(f"{_PROMPTS} WHERE ordinal > ? ORDER BY ordinal LIMIT ?")
 
     def first_stored(self, count: int) -> list[Row]:
         """The stored rows of the lowest ordinals."""
-        with explained(self.path):
-            rows = self._db.execute(
-                f"SELECT {_COLUMNS} FROM prompts WHERE state = 'stored' ORDER BY ordinal LIMIT ?",
-                (count,),
-            ).fetchall()
-        return [_row(row) for row in rows]
+        rows = self._fetch(f"{_PROMPTS} WHERE state = 'stored' ORDER BY ordinal LIMIT ?", count)
+        return [self._sound(decode_prompt(row)) for row in rows]
 
     def failed_rows(self) -> Iterator[Row]:
         """The failed rows, by ordinal."""
         return map(
-            _row,
-            self._pages(
-                f"SELECT {_COLUMNS} FROM prompts WHERE state = 'failed' AND ordinal > ? "
-                "ORDER BY ordinal LIMIT ?"
+            self._sound,
+            self._checked_pages(
+                f"{_PROMPTS} WHERE state = 'failed' AND ordinal > ? ORDER BY ordinal LIMIT ?"
             ),
         )
 
@@ -174,26 +208,29 @@ class Reader:
         Counting the alterations reads every row that has one: whoever asks again and again may
         leave them out.
         """
-        with explained(self.path):
-            tallies = self._db.execute(f"{_TALLIES} FROM tallies WHERE num_rows > 0").fetchall()
-            altered = self._db.execute(
-                "SELECT alterations, COUNT(*) FROM prompts "
-                "WHERE state = 'stored' AND alterations IS NOT NULL AND ? GROUP BY alterations",
-                (with_alterations,),
-            ).fetchall()
+        tallies = self._fetch(f"SELECT {', '.join(TALLY_COLUMNS)} FROM tallies")
+        altered = self._fetch(
+            "SELECT alterations, COUNT(*) FROM prompts "
+            "WHERE state = 'stored' AND alterations IS NOT NULL AND ? GROUP BY alterations",
+            with_alterations,
+        )
         by_alteration: dict[str, int] = {}
         for names, count in altered:
-            for name in names.split(","):
+            for name in str(names).split(","):
                 by_alteration[name] = by_alteration.get(name, 0) + count
         by_state: dict[State, int] = {}
         by_reason: dict[Reason, int] = {}
         stored = (0, 0, 0)
-        for state, reason, num_rows, *amounts in tallies:
-            by_state[State(state)] = by_state.get(State(state), 0) + num_rows
-            if reason:
-                by_reason[Reason(reason)] = num_rows
-            if state == State.STORED.value:
-                stored = (amounts[0], amounts[1], amounts[2])
+        for values in tallies:
+            tally = self._sound(decode("tallies", TALLIES, values, place=values[:2]))
+            state, num_rows = tally["state"], tally["num_rows"]
+            if not num_rows:
+                continue
+            by_state[state] = by_state.get(state, 0) + num_rows
+            if tally["reason"]:
+                by_reason[tally["reason"]] = num_rows
+            if state is State.STORED:
+                stored = (tally["num_tokens"], tally["size_bytes"], tally["num_untrained"])
         return Totals(
             by_alteration=by_alteration,
             by_state=by_state,
@@ -216,70 +253,148 @@ class Reader:
     # --- shards ------------------------------------------------------------------------------
 
     def shards(self) -> list[Shard]:
-        with explained(self.path):
-            rows = self._db.execute(
-                "SELECT number, name, data_start, is_sealed, end_bytes, num_samples, digest "
-                "FROM shards ORDER BY number"
-            ).fetchall()
-        return [
-            Shard(
-                number=number,
-                name=name,
-                data_start=data_start,
-                is_sealed=bool(is_sealed),
-                size_bytes=size_bytes,
-                num_samples=num_samples,
-                digest=digest,
-            )
-            for number, name, data_start, is_sealed, size_bytes, num_samples, digest in rows
-        ]
+        return [self._sound(record) for record in self.checked_shards()]
+
+    def checked_shards(self) -> list[Shard | Damage]:
+        rows = self._fetch(f"SELECT {', '.join(SHARD_COLUMNS)} FROM shards ORDER BY number")
+        return [decode_shard(row) for row in rows]
 
     def shard_rows(self, number: int) -> list[Row]:
         """The samples of one shard, in file order."""
-        with explained(self.path):
-            rows = self._db.execute(
-                f"SELECT {_COLUMNS} FROM prompts WHERE shard = ? ORDER BY offset", (number,)
-            ).fetchall()
-        return [_row(row) for row in rows]
+        return [self._sound(record) for record in self.checked_shard_rows(number)]
+
+    def checked_shard_rows(self, number: int) -> Iterator[Row | Damage]:
+        """The same a page at a time, with what is wrong in place of those that are damaged."""
+        place = (-1, -1)
+        while True:
+            page = self._fetch(
+                f"{_PROMPTS} WHERE shard = ? AND (offset, ordinal) > (?, ?) "
+                "ORDER BY offset, ordinal LIMIT ?",
+                number, *place, _FETCHED_ROWS,
+            )  # fmt: skip
+            for values in page:
+                following = (values[_OFFSET], values[_ORDINAL])
+                if not _is_behind(place, following):
+                    detail = f"out of order among the samples of shard {number}"
+                    yield Damage(table="prompts", place=following[1], detail=detail)
+                    return
+                place = following
+                yield decode_prompt(values)
+            if len(page) < _FETCHED_ROWS:
+                return
 
     # --- the file itself ---------------------------------------------------------------------
 
-    def integrity_problems(self) -> list[str]:
-        """What SQLite's own check finds, and tallies that do not agree with the rows; empty when
-        the file is sound. Reads every row."""
-        with explained(self.path):
-            found = [str(row[0]) for row in self._db.execute("PRAGMA integrity_check").fetchall()]
-            if found != ["ok"]:
-                return found
-            stated = set(self._db.execute(f"{_TALLIES} FROM tallies WHERE num_rows > 0"))
-            counted = set(
-                self._db.execute(
-                    "SELECT state, COALESCE(reason, ''), COUNT(*), COALESCE(SUM(num_tokens), 0), "
-                    "COALESCE(SUM(size_bytes), 0), COALESCE(SUM(num_trained = 0), 0) "
-                    "FROM prompts GROUP BY 1, 2"
-                )
-            )
-        return [
-            f"the tallies are not those of the rows: {state} {reason}".rstrip()
-            for state, reason in sorted({row[:2] for row in counted ^ stated})
-        ]
+    def limit_work(self) -> None:
+        """Bound what all queries from here on may do by the size of the file: the pages of a
+        damaged one may lead in circles."""
+        size = sum(
+            path.stat().st_size
+            for path in (self.path, self.path.with_name(f"{self.path.name}-wal"))
+            if path.exists()
+        )
+        left = 1_000 + 1_000 * size // _WORK_STEPS
 
-    def _pages(self, sql: str) -> Iterator[tuple[Any, ...]]:
-        # Pages by ordinal, not one long cursor: an open read cursor would keep the WAL growing.
+        def look() -> bool:
+            nonlocal left
+            left -= 1
+            return left < 0
+
+        self._db.conn.set_progress_handler(look, _WORK_STEPS)
+
+    def integrity_problems(self) -> list[str]:
+        """What SQLite's own check finds, and a schema that is not this tool's; empty when the file
+        is sound. Reads every row."""
+        problems = [str(row[0]) for row in self._fetch("PRAGMA integrity_check")]
+        problems = [] if problems == ["ok"] else problems
+        with explained(self.path):
+            found, expected = schema_of(self._db), expected_schema()
+        problems += [
+            f"{name} is not defined as this tool defines it"
+            for name in sorted({*found, *expected})
+            if found.get(name) != expected.get(name)
+        ]
+        return problems
+
+    def tally_problems(self) -> list[str]:
+        """Tallies, and what shards know of their samples, that do not agree with the rows."""
+        columns = ", ".join(TALLY_COLUMNS)
+        empty = "(num_rows, num_tokens, size_bytes, num_untrained) IS (0, 0, 0, 0)"
+        stated = set(self._fetch(f"SELECT {columns} FROM tallies WHERE NOT {empty}"))
+        counted = set(
+            self._fetch(
+                "SELECT state, COALESCE(reason, ''), COUNT(*), COALESCE(SUM(num_tokens), 0), "
+                "COALESCE(SUM(size_bytes), 0), COALESCE(SUM(num_trained = 0), 0) "
+                "FROM prompts GROUP BY 1, 2"
+            )
+        )
+        problems = [
+            "the tallies are not those of the rows: "
+            + " ".join(part if isinstance(part, str) else shown(part) for part in row).rstrip()
+            for row in sorted({row[:2] for row in counted ^ stated}, key=repr)
+        ]
+        problems += [
+            f"shards, row {number}: it does not count the samples that the rows have"
+            for (number,) in self._fetch(
+                "SELECT number FROM shards WHERE "
+                "num_samples IS NOT (SELECT COUNT(*) FROM prompts WHERE shard = number) OR "
+                "end_bytes IS NOT COALESCE((SELECT offset + size_bytes FROM prompts "
+                "WHERE shard = number ORDER BY offset DESC LIMIT 1), data_start)"
+            )
+        ]
+        return problems
+
+    # --- queries -----------------------------------------------------------------------------
+
+    def _fetch(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
+        with explained(self.path):
+            return list(self._db.execute(sql, values).fetchall())
+
+    def _sound(self, record: Record | Damage) -> Record:
+        if isinstance(record, Damage):
+            raise damaged(self.path, f"{record}; `extractor verify` lists all")
+        return record
+
+    def _checked_pages(self, sql: str) -> Iterator[Row | Damage]:
+        last = -1
+        pages = self._pages(sql, place=_ORDINAL)
+        while True:
+            try:
+                values = next(pages)
+            except StopIteration:
+                return
+            except ManifestDamaged as error:
+                detail = f"it and all behind it cannot be read: {error.__cause__ or error}"
+                yield Damage(table="prompts", place=last + 1, detail=detail)
+                return
+            last = values[_ORDINAL]
+            yield decode_prompt(values)
+
+    def _pages(self, sql: str, *, place: int = 0) -> Iterator[tuple[Any, ...]]:
+        """Rows by ordinal, which is the column number `place` of each."""
+        # Pages, not one long cursor: an open read cursor would keep the WAL growing.
         last = -1
         while True:
+            count = 0
             with explained(self.path):
-                page = self._db.execute(sql, [last, _PAGE_ROWS]).fetchall()
-            yield from page
-            if len(page) < _PAGE_ROWS:
+                cursor = self._db.execute(sql, [last, _PAGE_ROWS])
+            while True:
+                with explained(self.path):
+                    rows = cursor.fetchmany(_FETCHED_ROWS)
+                if not rows:
+                    break
+                for row in rows:
+                    if not _is_behind(last, row[place]):
+                        raise damaged(self.path, f"prompts out of order behind row {last}")
+                    last = row[place]
+                    count += 1
+                    yield row
+            if count < _PAGE_ROWS:
                 return
-            last = page[-1][0]
 
 
-def _row(values: tuple[Any, ...]) -> Row:
-    names = _COLUMNS.split(", ")
-    fields = dict(zip(names, values, strict=True))
-    fields["state"] = State(fields["state"])
-    fields["reason"] = None if fields["reason"] is None else Reason(fields["reason"])
-    fields["alterations"] = tuple(filter(None, (fields["alterations"] or "").split(",")))
-    return Row(**fields)
+def _is_behind(place: Any, following: Any) -> bool:
+    try:
+        return bool(following > place)
+    except TypeError:
+        return False

@@ -12,7 +12,11 @@ the rows (see batches.py); `extractor verify` compares them with the rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from sqlite_utils import Database, Migrations
+
+from manifest.decoding import row_checksum
 
 migrations = Migrations("manifest")
 
@@ -182,16 +186,43 @@ def m005_server_starts(db: Database) -> None:
             boot_id TEXT NOT NULL,
             facts TEXT NOT NULL,             -- JSON object
             canary_error REAL,               -- NULL: its canary became the reference
-            accepted TEXT NOT NULL           -- JSON array: facts that were let change
+            accepted TEXT NOT NULL,          -- JSON array: facts that were let change
+            checksum INTEGER NOT NULL        -- of all other columns: decoding.py
         ) STRICT
         """,
         """
         CREATE TABLE canaries (
             server INTEGER PRIMARY KEY REFERENCES server_starts (number),
-            dump BLOB NOT NULL               -- as in server_patch/dump_format.py
+            dump BLOB NOT NULL,              -- as in server_patch/dump_format.py
+            digest TEXT NOT NULL             -- xxh3-128 of the dump
         ) STRICT
         """,
         # Rows that an older version stored have none.
         "ALTER TABLE prompts ADD COLUMN server INTEGER REFERENCES server_starts (number)",
     ):
         db.execute(statement)
+
+
+@migrations()
+def m006_checksums(db: Database) -> None:
+    # Of all other columns (see decoding.py): what cannot be proven from the shards, such as a
+    # label or a line, is proven by this.
+    for table, columns in (
+        (
+            "prompts",
+            "alterations attempts detail digest key label line num_deaths num_pieces num_tokens "
+            "num_trained offset ordinal part reason server shard size_bytes source state",
+        ),
+        ("sources", "digest num_rows number path size_bytes"),
+        ("identity", "name value"),
+    ):
+        names = columns.split()
+        db.execute(f"ALTER TABLE {table} ADD COLUMN checksum INTEGER")
+        db.conn.create_function(
+            f"checksum_of_{table}", len(names), _checksum_of(names), deterministic=True
+        )
+        db.execute(f"UPDATE {table} SET checksum = checksum_of_{table}({', '.join(names)})")
+
+
+def _checksum_of(names: list[str]) -> Callable[..., int]:
+    return lambda *values: row_checksum(names, values)

@@ -10,13 +10,23 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain, islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
 
 from manifest import batches
-from manifest.database import explained, open_for_writing
+from manifest.database import damaged, explained, open_for_writing
+from manifest.decoding import (
+    IDENTITY_COLUMNS,
+    SOURCE_COLUMNS,
+    START_COLUMNS,
+    Damage,
+    canary_digest,
+    row_checksum,
+)
 from manifest.errors import ManifestError
 from manifest.folding import Rows
 from manifest.reader import UNFINISHED, Reader
@@ -56,44 +66,53 @@ class Store(Reader):
         """Record what a new data set is of and which files it reads, in one transaction."""
         with self._writing():
             self._db.conn.executemany(
-                "INSERT INTO identity (name, value) VALUES (?, ?)",
-                [(name, json.dumps(value)) for name, value in identity.items()],
+                "INSERT INTO identity (name, value, checksum) VALUES (?, ?, ?)",
+                [
+                    (*values, row_checksum(IDENTITY_COLUMNS, values))
+                    for values in ((name, json.dumps(value)) for name, value in identity.items())
+                ],
             )
             self._db.conn.executemany(
-                "INSERT INTO sources (number, path, size_bytes, digest, num_rows) "
-                "VALUES (?, ?, ?, ?, ?)",
-                [(s.number, s.path, s.size_bytes, s.digest, s.num_rows) for s in sources],
+                f"INSERT INTO sources ({', '.join(SOURCE_COLUMNS)}, checksum) "
+                f"VALUES (?{', ?' * len(SOURCE_COLUMNS)})",
+                [
+                    (*values, row_checksum(SOURCE_COLUMNS, values))
+                    for values in map(attrgetter(*SOURCE_COLUMNS), sources)
+                ],
             )
 
     def add_server_start(self, start: ServerStart, canary: bytes | None) -> None:
         """Record a start before rows of it are stored. `canary`: its states, where later starts
         are to be compared with them from now on."""
         with self._writing():
+            values = (
+                json.dumps(start.accepted),
+                start.boot_id,
+                start.canary_error,
+                json.dumps(start.facts),
+                start.number,
+                start.session,
+                start.url,
+                start.used_at,
+            )
             self._db.conn.execute(
-                "INSERT INTO server_starts (number, session, used_at, url, boot_id, facts, "
-                "canary_error, accepted) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    start.number,
-                    start.session,
-                    start.used_at,
-                    start.url,
-                    start.boot_id,
-                    json.dumps(start.facts),
-                    start.canary_error,
-                    json.dumps(start.accepted),
-                ),
+                f"INSERT INTO server_starts ({', '.join(START_COLUMNS)}, checksum) "
+                f"VALUES (?{', ?' * len(START_COLUMNS)})",
+                (*values, row_checksum(START_COLUMNS, values)),
             )
             if canary is not None:
                 self._db.conn.execute(
-                    "INSERT INTO canaries (server, dump) VALUES (?, ?)", (start.number, canary)
+                    "INSERT INTO canaries (server, dump, digest) VALUES (?, ?, ?)",
+                    (start.number, canary, canary_digest(canary)),
                 )
 
     def amend(self, name: str, value: Any) -> None:
         """Record one more thing, or another, of what the data set is of."""
         with self._writing():
+            values = (name, json.dumps(value))
             self._db.conn.execute(
-                "INSERT OR REPLACE INTO identity (name, value) VALUES (?, ?)",
-                (name, json.dumps(value)),
+                "INSERT OR REPLACE INTO identity (name, value, checksum) VALUES (?, ?, ?)",
+                (*values, row_checksum(IDENTITY_COLUMNS, values)),
             )
 
     # --- prompts -----------------------------------------------------------------------------
@@ -129,7 +148,8 @@ class Store(Reader):
         """Put every row that a dead session left between PLANNED and STORED back to PLANNED."""
         with self._writing():
             cursor = self._db.conn.execute(
-                f"UPDATE prompts SET state = 'planned' WHERE {UNFINISHED} AND state != 'planned'"
+                "UPDATE prompts SET state = 'planned', checksum = NULL "
+                f"WHERE {UNFINISHED} AND state != 'planned'"
             )
             underway = [s for s in State if not s.is_terminal and s is not State.PLANNED]
             batches.tally_all_as(self._db.conn, State.PLANNED, underway)
@@ -143,7 +163,8 @@ class Store(Reader):
         state = advance(State.FAILED, Event.REOPEN)
         with self._writing():
             cursor = self._db.conn.execute(
-                "UPDATE prompts SET state = ?, reason = NULL, detail = NULL, num_deaths = 0 "
+                "UPDATE prompts SET state = ?, reason = NULL, detail = NULL, num_deaths = 0, "
+                "checksum = NULL "
                 "WHERE state = 'failed'",
                 (state.value,),
             )
@@ -184,6 +205,36 @@ class Store(Reader):
         """Remove a shard that holds no sample."""
         with self._writing():
             self._db.conn.execute("DELETE FROM shards WHERE number = ?", (number,))
+
+    # --- repair ------------------------------------------------------------------------------
+
+    def mend(self, *, drop: Iterable[int], shard_names: Mapping[int, str]) -> None:
+        """Make again all that follows from the rows: indexes, tallies, what shards know of their
+        samples; and drop rows that are damaged, which the next session reads from the input again.
+
+        Raises ManifestError, and changes nothing, where the manifest is not sound then.
+        """
+        with self._writing():
+            self._db.execute("REINDEX")
+            self._db.conn.executemany(
+                "DELETE FROM prompts WHERE ordinal = ?", [(ordinal,) for ordinal in drop]
+            )
+            self._db.conn.executemany(
+                "UPDATE shards SET name = ? WHERE number = ? AND name IS NOT ?",
+                [(name, number, name) for number, name in shard_names.items()],
+            )
+            batches.count_again(self._db.conn)
+            problems = self.integrity_problems() or self.tally_problems()
+            records = chain(
+                self.checked_sources(),
+                self.checked_server_starts(),
+                (canary for _, canary in self.checked_canaries()),
+                self.checked_shards(),
+                self.checked_rows(),
+            )
+            problems += map(str, islice((r for r in records if isinstance(r, Damage)), 1))
+            if problems:
+                raise damaged(self.path, problems[0])
 
     # --- transactions ------------------------------------------------------------------------
 

@@ -14,12 +14,15 @@ from pathlib import Path
 import pytest
 import xxhash
 from helpers import Notes, assert_whole, make_prompts, options_for, rows_of, write_prompts
+from hostile.damage import recompute_checksums
 
-from extractor.audit import FindingKind, audit
+from extractor.audit import audit
+from extractor.findings import FindingKind
 from extractor.lock import LOCK_NAME, writer_of
 from extractor.run import run
 from extractor.testing import FakeServer
-from manifest.errors import ManifestError, ManifestMissing
+from manifest.batches import count_again
+from manifest.errors import ManifestMissing
 from manifest.records import Row
 from manifest.store import Store
 
@@ -74,14 +77,13 @@ def sql(out: Path, statement: str, *values: object) -> None:
 
 
 def change_rows(out: Path, statement: str, *values: object) -> None:
-    """Rows that are wrong although all that is counted of them is right."""
+    """Rows that are wrong although all that is counted of them, and their checksums, are right."""
     sql(out, statement, *values)
-    sql(out, "DELETE FROM tallies")
-    sql(out, "INSERT INTO tallies SELECT state, COALESCE(reason, ''), COUNT(*), "
-        "COALESCE(SUM(num_tokens), 0), COALESCE(SUM(size_bytes), 0), "
-        "COALESCE(SUM(num_trained = 0), 0) FROM prompts GROUP BY 1, 2")  # fmt: skip
-    sql(out, "UPDATE shards SET num_samples = "
-        "(SELECT COUNT(*) FROM prompts WHERE shard = number)")  # fmt: skip
+    connection = sqlite3.connect(out / "manifest.sqlite")
+    with connection:
+        count_again(connection)
+        recompute_checksums(connection)
+    connection.close()
 
 
 def samples(out: Path, number: int = 0) -> list[Row]:
@@ -238,7 +240,7 @@ def damage_middle_row(out: Path) -> None:
 
 
 def damage_all_rows_behind(out: Path) -> None:
-    sql(out, "UPDATE sources SET num_rows = num_rows + 2")
+    change_rows(out, "UPDATE sources SET num_rows = num_rows + 2")
 
 
 def damage_reopen(out: Path) -> None:
@@ -263,7 +265,7 @@ def damage_num_tokens(out: Path) -> None:
 
 
 def damage_key(out: Path) -> None:
-    change_rows(out, "UPDATE prompts SET key = 'other' WHERE ordinal = 0")
+    change_rows(out, "UPDATE prompts SET key = ? WHERE ordinal = 0", "0" * 32)
 
 
 def damage_unseal(out: Path) -> None:
@@ -281,6 +283,10 @@ def damage_dataset(out: Path) -> None:
 
 def damage_dataset_missing(out: Path) -> None:
     (out / "dataset.json").unlink()
+
+
+def damage_live(out: Path) -> None:
+    (out / ".live.json").write_text("{}")
 
 
 @pytest.mark.parametrize(
@@ -316,6 +322,7 @@ def damage_dataset_missing(out: Path) -> None:
         (damage_extra_file, {FindingKind.SHARD_UNKNOWN}),
         (damage_dataset, {FindingKind.PROVENANCE}),
         (damage_dataset_missing, {FindingKind.PROVENANCE}),
+        (damage_live, {FindingKind.LIVE_DAMAGED}),
     ],
     ids=lambda value: getattr(value, "__name__", "") if callable(value) else "",
 )  # fmt: skip
@@ -334,7 +341,7 @@ def test_a_missing_last_row_is_found(out: Path) -> None:
 
 
 def test_ids_outside_the_vocabulary_are_found(out: Path) -> None:
-    sql(out, "UPDATE identity SET value = '5' WHERE name = 'vocab_size'")
+    change_rows(out, "UPDATE identity SET value = '5' WHERE name = 'vocab_size'")
     assert FindingKind.SAMPLE_TOKENS in kinds(out)
 
 
@@ -348,12 +355,7 @@ def test_a_damaged_manifest_is_told(out: Path) -> None:
     connection.close()
     # An index entry that no row has.
     flip(path, page * page_bytes - 10)
-    try:
-        found = kinds(out)
-    except ManifestError as error:
-        assert "not a sound manifest" in str(error)
-    else:
-        assert FindingKind.MANIFEST_DAMAGED in found
+    assert FindingKind.MANIFEST_DAMAGED in kinds(out)
 
 
 def test_there_is_nothing_to_check_where_nothing_is(tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ import extractor.live
 import extractor.watch
 from extractor.dashboard import line, page
 from extractor.errors import MissingExtra, OutputBusy, UsageError
-from extractor.live import LIVE_NAME, LiveFile, read_live
-from extractor.lock import LOCK_NAME, exclusive
+from extractor.live import LIVE_NAME, LiveFile, live_problem, read_live
+from extractor.lock import LOCK_NAME, exclusive, writer_of
 from extractor.measurements import Counters, ServerNow, Stage
 from extractor.metrics import Metrics, MetricsServer
+from extractor.report import session_document
 from extractor.run import run
 from extractor.status import read_status
 from extractor.testing import FakeServer
@@ -127,7 +128,7 @@ def test_a_killed_run_is_not_taken_for_a_live_one(tmp_path: Path) -> None:
 def test_a_process_that_cannot_be_seen_is_believed_for_half_a_minute(tmp_path: Path) -> None:
     document = {
         "pid": 1, "pid_start_ticks": 1, "pid_namespace": "pid:[1]", "written_at": time.time(),
-        "session": {},
+        "session": session_document(some_counters()),
     }  # fmt: skip
     (tmp_path / LIVE_NAME).write_text(json.dumps(document))
     assert read_live(tmp_path) is not None
@@ -140,6 +141,43 @@ def test_a_process_that_cannot_be_seen_is_believed_for_half_a_minute(tmp_path: P
 def test_a_torn_file_is_nobody(tmp_path: Path, content: str) -> None:
     (tmp_path / LIVE_NAME).write_text(content)
     assert read_live(tmp_path) is None
+    assert "is not what a session writes" in (live_problem(tmp_path) or "")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("pid",), 1e400), (("pid",), True), (("written_at",), "now"), (("written_at",), 2**70),
+        (("session",), []), (("session", "now"), {}), (("session", "now", "servers"), {}),
+        (("session", "now", "servers"), [{}]), (("session", "seconds"), None),
+        (("session", "stages", "copy"), {"count": 1}), (("session", "stages"), {"copy": {}}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_file_is_nobody_and_breaks_no_display(
+    tmp_path: Path, place: tuple[str, ...], value: object
+) -> None:
+    file = LiveFile(tmp_path)
+    file.update(some_counters())
+    written(file)
+    assert live_problem(tmp_path) is None
+    document = json.loads((tmp_path / LIVE_NAME).read_bytes())
+    inner = document
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    (tmp_path / LIVE_NAME).write_text(json.dumps(document))
+    assert read_live(tmp_path) is None
+    assert live_problem(tmp_path) is not None
+    file.close()
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LIVE_NAME)
+    os.mkfifo(tmp_path / LOCK_NAME)
+    assert read_live(tmp_path) is None
+    assert writer_of(tmp_path) is None
+    assert live_problem(tmp_path) == f"{tmp_path / LIVE_NAME}: not a regular file"
 
 
 def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:

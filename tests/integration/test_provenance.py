@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import sqlite3
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
@@ -28,6 +28,7 @@ from helpers import (
 from extractor.audit import audit
 from extractor.config import RunOptions
 from extractor.errors import ConfigMismatch, Interrupted, first_known
+from extractor.findings import FindingKind
 from extractor.run import run
 from extractor.testing import FakeModel, FakeServer, FaultPlan, fake_states
 from manifest.records import ServerStart
@@ -238,24 +239,40 @@ async def test_a_reply_of_another_weight_version_ends_the_run(
     assert "weight version" in message and "'default'" in message and "'step-2'" in message
 
 
-async def test_a_data_set_of_an_older_version_gets_its_canary_from_the_next_session(
-    dump_root: Path, path: Path, out: Path, notes: Notes, prompts: list[Ids]
+#: Begun by the version before server starts were recorded, and stopped with rows stored.
+OLD_VERSION = Path(__file__).parents[1] / "old_version"
+
+
+async def test_a_data_set_of_an_older_version_goes_on_and_gets_its_canary(
+    dump_root: Path, tmp_path: Path, notes: Notes, prompts: list[Ids]
 ) -> None:
-    await stopped_half_way(dump_root, path, out, notes, FakeModel())
-    with closing(sqlite3.connect(out / "manifest.sqlite")) as database:
-        # As it was before server starts were recorded.
-        database.execute("UPDATE prompts SET server = NULL")
-        database.execute("DROP TABLE canaries")
-        database.execute("DROP TABLE server_starts")
-        database.execute("ALTER TABLE prompts DROP COLUMN server")
-        database.execute("DELETE FROM _sqlite_migrations WHERE name = 'm005_server_starts'")
-        database.commit()
+    out = shutil.copytree(OLD_VERSION / "out", tmp_path / "out")
+    path = OLD_VERSION / "prompts.jsonl"
+    assert path.read_text() == write_prompts(tmp_path / "p.jsonl", prompts).read_text()
     async with FakeServer(dump_root).running() as server:
         await run(options_for(server, path, out), notes)
     (start,) = starts_of(out)
     assert start.canary_error is None
     assert {row.server for row in rows_of(out)} == {None, 0}
-    assert set(checkpoints_of(out, prompts).values()) == {0}
+    assert checkpoints_of(out, prompts) == dict.fromkeys(range(NUM_ROWS), 0)
     assert audit(out).is_clean
     async with FakeServer(dump_root, model=FakeModel(checkpoint=1)).running() as server:
         assert "weights: was" in await refused(options_for(server, path, out), notes)
+
+
+async def test_a_finished_data_set_of_an_older_version_is_still_clean(
+    dump_root: Path, tmp_path: Path, notes: Notes
+) -> None:
+    """Nothing is extracted any more, so dataset.json stays as the older version wrote it."""
+    out = shutil.copytree(OLD_VERSION / "out", tmp_path / "out")
+    before = (out / "dataset.json").read_bytes()
+    with closing(Store.create_or_open(out / "manifest.sqlite")):
+        pass  # brought up to date, as by any `extractor run`
+    found = audit(out)
+    assert {finding.kind for finding in found.findings} <= {
+        FindingKind.ROW_UNFINISHED,
+        FindingKind.ROWS_UNACCOUNTED,
+        FindingKind.SHARD_UNSEALED,
+    }
+    assert found.starts == ()
+    assert (out / "dataset.json").read_bytes() == before

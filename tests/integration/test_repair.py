@@ -20,7 +20,8 @@ from helpers import (
 
 from extractor.audit import audit
 from extractor.config import MANIFEST_NAME
-from extractor.errors import CorruptData, OutputBusy, UsageError, exit_code
+from extractor.errors import OutputBusy, UsageError, exit_code
+from extractor.findings import FindingKind
 from extractor.lock import LOCK_NAME, exclusive
 from extractor.repair import Repair, audit_and_repair
 from extractor.run import run
@@ -100,13 +101,39 @@ def test_a_data_set_that_is_being_written_is_not_repaired(out: Path) -> None:
         audit_and_repair(out)
 
 
-def test_a_damaged_manifest_cannot_be_repaired_from_itself(out: Path) -> None:
+def on_manifest(out: Path, *statements: str) -> None:
     database = sqlite3.connect(out / MANIFEST_NAME)
-    database.execute("UPDATE tallies SET num_rows = num_rows + 1")
+    for statement in statements:
+        database.execute(statement)
     database.commit()
     database.close()
-    with pytest.raises(CorruptData, match="Restore it from a copy"):
-        audit_and_repair(out)
+
+
+def test_what_follows_from_the_rows_is_counted_again(out: Path) -> None:
+    on_manifest(
+        out,
+        "UPDATE tallies SET num_rows = num_rows + 1 WHERE state = 'stored'",
+        "UPDATE shards SET num_samples = 0, end_bytes = 7, name = '../x' WHERE number = 1",
+    )
+    before = {path: path.read_bytes() for path in shards(out)}
+    found, repair = audit_and_repair(out)
+    assert found.counts[FindingKind.MANIFEST_DAMAGED] == 3
+    assert (repair.rows, repair.planned, repair.refused) == (0, 0, None)
+    assert audit(out).is_clean
+    # Its size was said to be 7 bytes: it was copied, as any shard with something wrong in it.
+    assert len(set(shards(out)) - set(before)) == 1
+    assert read_samples(out).keys() == set(range(len(PROMPTS)))
+
+
+def test_a_manifest_that_cannot_be_read_cannot_be_repaired_from_itself(out: Path) -> None:
+    on_manifest(out, "UPDATE identity SET value = '9' WHERE name = 'num_layers'")
+    before = (out / MANIFEST_NAME).read_bytes()
+    found, repair = audit_and_repair(out)
+    assert FindingKind.MANIFEST_DAMAGED in found.counts
+    assert repair.refused is not None
+    assert "identity, row 'num_layers': its checksum is not that" in repair.refused
+    assert "restore it from a copy" in repair.refused
+    assert (out / MANIFEST_NAME).read_bytes()[100:] == before[100:]
 
 
 def test_a_data_set_on_a_read_only_mount_is_checked_and_not_repaired(

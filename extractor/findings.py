@@ -1,0 +1,178 @@
+"""The findings of `extractor verify` and how they are shown. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from extractor.dataset import sessions_document, sessions_table
+from extractor.report import totals_document, totals_table
+from extractor.tables import amount, counted, table
+from manifest.records import ServerStart, Shard, Totals
+
+#: Findings that are printed; `--json` has all, up to the next number.
+SHOWN_FINDINGS = 20
+#: Findings of one kind that are kept; further ones are counted.
+MAX_FINDINGS = 10_000
+_MAX_DETAIL_CHARACTERS = 1_000
+
+
+class FindingKind(StrEnum):
+    """What may be wrong with a data set: the closed list."""
+
+    MANIFEST_DAMAGED = "manifest_damaged"
+    ROWS_UNACCOUNTED = "rows_unaccounted"  # an input row that the manifest does not have
+    ROW_UNFINISHED = "row_unfinished"  # neither stored nor failed yet
+    SHARD_MISSING = "shard_missing"
+    SHARD_UNSEALED = "shard_unsealed"
+    SHARD_HEADER = "shard_header"  # says something else than the manifest
+    SHARD_SIZE = "shard_size"
+    SHARD_DIGEST = "shard_digest"  # header or samples are others than those that were sealed
+    SHARD_UNKNOWN = "shard_unknown"  # a file that the manifest does not know
+    SAMPLE_OVERLAP = "sample_overlap"
+    SAMPLE_SIZE = "sample_size"  # its extent does not fit its number of tokens
+    SAMPLE_DIGEST = "sample_digest"
+    SAMPLE_TOKENS = "sample_tokens"  # ids and mask are not those of the prompt
+    SAMPLE_NONFINITE = "sample_nonfinite"
+    PROVENANCE = "provenance"  # dataset.json is missing or says something else
+    LIVE_DAMAGED = "live_damaged"  # .live.json is not what a session writes
+
+
+#: What is wrong with a sample's own bytes, and with a shard's, which holds such a sample or is not
+#: what the manifest says. All else is settled by the next run, or by a person.
+_OF_A_SAMPLE = frozenset(
+    {
+        FindingKind.SAMPLE_SIZE,
+        FindingKind.SAMPLE_DIGEST,
+        FindingKind.SAMPLE_TOKENS,
+        FindingKind.SAMPLE_NONFINITE,
+    }
+)
+_OF_A_SHARD = _OF_A_SAMPLE | {
+    FindingKind.SHARD_MISSING,
+    FindingKind.SHARD_HEADER,
+    FindingKind.SHARD_SIZE,
+    FindingKind.SHARD_DIGEST,
+    FindingKind.SAMPLE_OVERLAP,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is wrong."""
+
+    kind: FindingKind
+    detail: str
+    row: int | None = None  # ordinal
+    shard: str | None = None
+
+
+Progress = Callable[[int], None]
+"""Called with the number of samples checked since the last call."""
+
+
+def _no_totals() -> Totals:
+    return Totals(by_state={}, by_reason={}, stored_tokens=0, stored_bytes=0, untrained=0)
+
+
+@dataclass(kw_only=True)
+class Damages:
+    """All that a repair needs to know."""
+
+    rows: set[int] = field(default_factory=set)  # damaged in the manifest
+    samples: set[int] = field(default_factory=set)  # damaged in their shards
+    shards: set[int] = field(default_factory=set)  # with anything wrong in them
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """What `verify` saw."""
+
+    totals: Totals = field(default_factory=_no_totals)
+    num_input_rows: int = 0
+    num_shards: int = 0
+    duplicates: int = 0  # stored samples whose ids and mask another one has too
+    samples_checked: int = 0
+    bytes_checked: int = 0
+    is_fast: bool = False
+    writer: int | None = None  # pid of a process that wrote the data set when this began
+    findings: list[Finding] = field(default_factory=list)  # MAX_FINDINGS of each kind
+    counts: Counter[FindingKind] = field(default_factory=Counter)  # all of them
+    damage: Damages = field(default_factory=Damages)
+    starts: tuple[ServerStart, ...] = ()  # of servers, as far as they can be read
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.counts
+
+    def to_document(self) -> dict[str, Any]:
+        """The stable JSON of `extractor verify --json`."""
+        return {
+            "clean": self.is_clean,
+            "fast": self.is_fast,
+            "writer": self.writer,
+            "input_rows": self.num_input_rows,
+            **totals_document(self.totals),
+            "duplicates": self.duplicates,
+            "shards": self.num_shards,
+            "sessions": sessions_document(self.starts),
+            "samples_checked": self.samples_checked,
+            "bytes_checked": self.bytes_checked,
+            "finding_counts": {kind.value: n for kind, n in self.findings_by_kind().items()},
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def to_text(self) -> str:
+        """What `extractor verify` prints: rows, what was checked, and the first findings."""
+        unread = self.num_input_rows - self.totals.num_rows
+        lines = [
+            totals_table(self.totals, num_unread=max(0, unread)),
+            table(
+                [
+                    ("duplicates", f"{self.duplicates:,}"),
+                    ("shards", f"{self.num_shards:,}"),
+                    ("samples checked", f"{self.samples_checked:,}"),
+                    ("bytes checked", amount(self.bytes_checked)),
+                ]
+            ),
+        ]
+        if self.starts:
+            lines.append(sessions_table(self.starts))
+        lines += [f"FINDING  {kind}: {n:,}" for kind, n in self.findings_by_kind().items()]
+        for finding in self.findings[:SHOWN_FINDINGS]:
+            where = "" if finding.row is None else f" row {finding.row}"
+            where += "" if finding.shard is None else f" in {finding.shard}"
+            lines.append(f"  {finding.kind}{where}: {finding.detail}")
+        if (hidden := self.counts.total() - SHOWN_FINDINGS) > 0:
+            lines.append(f"  … and {hidden:,} more: --json lists them")
+        if self.writer is not None:
+            lines.append(
+                f"process {self.writer} is writing this data set: what it has not finished is no "
+                "damage; verify again when it has ended"
+            )
+        lines.append("clean" if self.is_clean else counted(self.counts.total(), "finding"))
+        return "\n".join(lines)
+
+    def findings_by_kind(self) -> dict[FindingKind, int]:
+        return dict(sorted(self.counts.items()))
+
+    def find(
+        self, kind: FindingKind, detail: str, *, row: int | None = None, shard: Shard | None = None
+    ) -> None:
+        self.counts[kind] += 1
+        if kind in _OF_A_SAMPLE and row is not None:
+            self.damage.samples.add(row)
+        if kind in _OF_A_SHARD and shard is not None:
+            self.damage.shards.add(shard.number)
+        if self.counts[kind] <= MAX_FINDINGS:
+            name = shard.name if shard else None
+            self.findings.append(Finding(kind=kind, detail=_printable(detail), row=row, shard=name))
+
+
+def _printable(text: str) -> str:
+    """A detail as it may be printed: it may quote what a damaged or hostile file holds."""
+    text = text[:_MAX_DETAIL_CHARACTERS]
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,290 @@
+"""Records from the columns of a manifest that may be damaged: pure.
+
+SQLite checks types when it writes, not when it reads: a flipped bit turns a number into text, a
+digest into bytes that are not UTF-8, a state into one that does not exist. Every value is therefore
+checked once, here, before any other code gets it. Each row carries a checksum of its columns, since
+a damaged label or line number still looks like one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+import xxhash
+
+from manifest.records import Row, ServerStart, Shard, Source
+from manifest.states import Reason, State
+
+MAX_INTEGER: Final = 2**63 - 1
+#: More than any model's context: bounds the memory that one sample's ids take.
+MAX_TOKENS: Final = 1 << 25
+_SHOWN_CHARACTERS: Final = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damage:
+    """A record of the manifest that cannot be what was written."""
+
+    table: str
+    place: object  # the row's primary key, as far as it can be read
+    detail: str
+
+    @property
+    def ordinal(self) -> int | None:
+        """The input row that it is about, if it is about one."""
+        is_row = self.table == "prompts" and type(self.place) is int
+        return self.place if is_row else None  # type: ignore[return-value]
+
+    def __str__(self) -> str:
+        return f"{self.table}, row {shown(self.place)}: {self.detail}"
+
+
+#: Takes a value as SQLite has it and gives it as records hold it. Raises ValueError, which says
+#: what it must be.
+Check = Callable[[object], Any]
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut to a bounded length."""
+    text = repr(value[:_SHOWN_CHARACTERS] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def row_checksum(names: Sequence[str], values: Iterable[object]) -> int:
+    """A checksum of a row's columns; `names` ascend.
+
+    NULL is left out, so that a column that a later version adds does not change the checksums of
+    the rows before it. Raises TypeError for bytes.
+    """
+    pairs = [pair for pair in zip(names, values, strict=True) if pair[1] is not None]
+    return xxhash.xxh3_64_intdigest(orjson.dumps(pairs)) >> 1
+
+
+def text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError("UTF-8 text")
+
+
+def integer(low: int = 0, high: int = MAX_INTEGER) -> Check:
+    def check(value: object) -> int:
+        if isinstance(value, int) and low <= value <= high:
+            return value
+        limit = "" if high == MAX_INTEGER else f" and at most {high}"
+        raise ValueError(f"an integer of at least {low}{limit}")
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def one_of(kind: type[State] | type[Reason]) -> Check:
+    members = {member.value: member for member in kind}
+
+    def check(value: object) -> State | Reason:
+        if isinstance(value, str) and value in members:
+            return members[value]
+        raise ValueError(f"a known {kind.__name__.lower()}")
+
+    return check
+
+
+def as_json(value: object) -> Any:
+    try:
+        return json.loads(text(value))
+    except (ValueError, RecursionError) as error:
+        raise ValueError("JSON") from error
+
+
+def _json_of(kind: type) -> Check:
+    def check(value: object) -> Any:
+        found = as_json(value)
+        if not isinstance(found, kind):
+            raise ValueError(f"JSON of a {kind.__name__}")
+        return found
+
+    return check
+
+
+def _real(value: object) -> float:
+    if isinstance(value, float) and value >= 0:
+        return value
+    raise ValueError("a number of at least 0")
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return () if value is None else tuple(filter(None, text(value).split(",")))
+
+
+_number = integer()
+_optional_number = optional(integer())
+_optional_text = optional(text)
+
+#: Every column of `prompts` that a checksum covers, by name.
+PROMPTS: Final[Mapping[str, Check]] = {
+    "alterations": _names,
+    "attempts": _number,
+    "detail": _optional_text,
+    "digest": _optional_text,
+    "key": _optional_text,
+    "label": _optional_text,
+    "line": _number,
+    "num_deaths": _number,
+    "num_pieces": optional(integer(1)),
+    "num_tokens": optional(integer(0, MAX_TOKENS)),
+    "num_trained": optional(integer(0, MAX_TOKENS)),
+    "offset": _optional_number,
+    "ordinal": _number,
+    "part": _optional_number,
+    "reason": optional(one_of(Reason)),
+    "server": _optional_number,
+    "shard": _optional_number,
+    "size_bytes": _optional_number,
+    "source": _number,
+    "state": one_of(State),
+}
+PROMPT_COLUMNS: Final = tuple(PROMPTS)
+_ORDINAL: Final = PROMPT_COLUMNS.index("ordinal")
+
+SOURCES: Final[Mapping[str, Check]] = {
+    "digest": text,
+    "num_rows": _number,
+    "number": _number,
+    "path": text,
+    "size_bytes": _number,
+}
+SOURCE_COLUMNS: Final = tuple(SOURCES)
+
+IDENTITY: Final[Mapping[str, Check]] = {"name": text, "value": as_json}
+IDENTITY_COLUMNS: Final = tuple(IDENTITY)
+
+STARTS: Final[Mapping[str, Check]] = {
+    "accepted": _json_of(list),
+    "boot_id": text,
+    "canary_error": optional(_real),
+    "facts": _json_of(dict),
+    "number": _number,
+    "session": _number,
+    "url": text,
+    "used_at": text,
+}
+START_COLUMNS: Final = tuple(STARTS)
+
+SHARDS: Final[Mapping[str, Check]] = {
+    "number": _number,
+    "name": text,
+    "data_start": integer(1),
+    "is_sealed": integer(0, 1),
+    "end_bytes": _number,
+    "num_samples": _number,
+    "digest": _optional_text,
+}
+SHARD_COLUMNS: Final = tuple(SHARDS)
+
+TALLIES: Final[Mapping[str, Check]] = {
+    "state": one_of(State),
+    "reason": lambda value: None if value == "" else one_of(Reason)(value),
+    "num_rows": _number,
+    "num_tokens": _number,
+    "size_bytes": _number,
+    "num_untrained": _number,
+}
+TALLY_COLUMNS: Final = tuple(TALLIES)
+
+
+def decode_prompt(values: Sequence[object]) -> Row | Damage:
+    """A row of `prompts`, from PROMPT_COLUMNS and `checksum`."""
+    *columns, checksum = values
+    fields = decode("prompts", PROMPTS, columns, place=columns[_ORDINAL])
+    if isinstance(fields, Damage):
+        return fields
+    state: State = fields["state"]
+    problem = None
+    if checksum is None and state.is_terminal:
+        problem = "it has no checksum"
+    elif checksum is not None and checksum != row_checksum(PROMPT_COLUMNS, columns):
+        problem = "its checksum is not that of its columns"
+    elif (state is State.FAILED) != (fields["reason"] is not None):
+        problem = f"it is {state} with the reason {fields['reason']}"
+    elif state is State.STORED:
+        missing = [name for name in _OF_A_SAMPLE if fields[name] is None]
+        problem = f"it is stored without {', '.join(missing)}" if missing else None
+    if problem is not None:
+        return Damage(table="prompts", place=fields["ordinal"], detail=problem)
+    del fields["num_deaths"]
+    return Row(**fields)
+
+
+#: What a stored row has, all of it.
+_OF_A_SAMPLE: Final = ("shard", "offset", "size_bytes", "digest", "key", "num_tokens", "num_pieces")
+
+
+def decode_source(values: Sequence[object]) -> Source | Damage:
+    """A row of `sources`, from SOURCE_COLUMNS and `checksum`."""
+    *columns, checksum = values
+    fields = decode("sources", SOURCES, columns, place=columns[SOURCE_COLUMNS.index("number")])
+    if isinstance(fields, Damage):
+        return fields
+    if checksum != row_checksum(SOURCE_COLUMNS, columns):
+        detail = "its checksum is not that of its columns"
+        return Damage(table="sources", place=fields["number"], detail=detail)
+    return Source(**fields)
+
+
+def decode_start(values: Sequence[object]) -> ServerStart | Damage:
+    """A row of `server_starts`, from START_COLUMNS and `checksum`."""
+    *columns, checksum = values
+    number = columns[START_COLUMNS.index("number")]
+    fields = decode("server_starts", STARTS, columns, place=number)
+    if isinstance(fields, Damage):
+        return fields
+    if checksum != row_checksum(START_COLUMNS, columns):
+        detail = "its checksum is not that of its columns"
+        return Damage(table="server_starts", place=number, detail=detail)
+    return ServerStart(**{**fields, "accepted": tuple(map(str, fields["accepted"]))})
+
+
+def canary_digest(dump: bytes) -> str:
+    """xxh3-128 in hex."""
+    return xxhash.xxh3_128_hexdigest(dump)
+
+
+def decode_identity(values: Sequence[object]) -> dict[str, Any] | Damage:
+    """A row of `identity`, from `name`, `value` and `checksum`."""
+    *columns, checksum = values
+    fields = decode("identity", IDENTITY, columns, place=columns[0])
+    if isinstance(fields, dict) and checksum != row_checksum(IDENTITY_COLUMNS, columns):
+        detail = "its checksum is not that of its columns"
+        return Damage(table="identity", place=columns[0], detail=detail)
+    return fields
+
+
+def decode_shard(values: Sequence[object]) -> Shard | Damage:
+    """A row of `shards`, from SHARD_COLUMNS."""
+    fields = decode("shards", SHARDS, values, place=values[0])
+    if isinstance(fields, Damage):
+        return fields
+    fields["is_sealed"] = bool(fields["is_sealed"])
+    fields["size_bytes"] = fields.pop("end_bytes")
+    return Shard(**fields)
+
+
+def decode(
+    table: str, checks: Mapping[str, Check], values: Sequence[object], *, place: object
+) -> dict[str, Any] | Damage:
+    """Columns by name, each checked."""
+    fields: dict[str, Any] = {}
+    for (name, check), value in zip(checks.items(), values, strict=True):
+        try:
+            fields[name] = check(value)
+        except ValueError as error:
+            return Damage(
+                table=table, place=place, detail=f"{name} is {shown(value)}, must be {error}"
+            )
+    return fields
