@@ -16,7 +16,7 @@ from extractor.lock import exclusive
 from extractor.preflight import prepare_out
 from manifest.causes import CAUSES
 from manifest.database import explained
-from manifest.errors import ManifestError, ManifestSpaceError
+from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
 
 #: With these alone a device or a file system is to blame.
 FAILURES = {"EIO", "EUCLEAN", "EBADMSG", "EREMOTEIO"}
@@ -61,18 +61,18 @@ def sqlite_error(code: str) -> sqlite3.OperationalError:
         ("SQLITE_IOERR_NOMEM", ManifestSpaceError, "out of memory"),
         ("SQLITE_IOERR_LOCK", ManifestError, "no working locks"),
         ("SQLITE_IOERR_SHMMAP", ManifestError, "does not support"),
-        ("SQLITE_IOERR_SHORT_READ", ManifestError, "not a sound manifest"),
+        ("SQLITE_IOERR_SHORT_READ", ManifestDamaged, "not a sound manifest"),
         ("SQLITE_CANTOPEN", ManifestError, "words (SQLITE_CANTOPEN)"),
         ("SQLITE_CANTOPEN_ISDIR", ManifestError, "is a directory"),
         ("SQLITE_READONLY_DBMOVED", ManifestError, "does not exist"),
         ("SQLITE_READONLY", ManifestError, "no permission"),
-        ("SQLITE_NOTADB", ManifestError, "not a sound manifest"),
-        ("SQLITE_CORRUPT_INDEX", ManifestError, "not a sound manifest"),
+        ("SQLITE_NOTADB", ManifestDamaged, "not a sound manifest"),
+        ("SQLITE_CORRUPT_INDEX", ManifestDamaged, "not a sound manifest"),
         ("SQLITE_BUSY", ManifestError, "another process has the manifest locked"),
         ("SQLITE_BUSY_SNAPSHOT", ManifestError, "another process has the manifest locked"),
         ("SQLITE_LOCKED", ManifestError, "another process has the manifest locked"),
         ("SQLITE_PROTOCOL", ManifestError, "another process has the manifest locked"),
-        ("SQLITE_MISMATCH", ManifestError, "words (SQLITE_MISMATCH)"),
+        ("SQLITE_MISMATCH", ManifestDamaged, "not a sound manifest"),
     ],
 )
 def test_sqlites_errors_name_their_cause(

@@ -180,7 +180,8 @@ def edit(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pat
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "merges": edit("tokenizer.json", lambda t: t["model"]["merges"].reverse()),
-    "vocabulary": edit("tokenizer.json", lambda t: t["model"]["vocab"].update(h=70, q=72)),
+    "vocabulary": edit("tokenizer.json", lambda t: t["model"]["vocab"].update(
+        h=t["model"]["vocab"]["q"], q=t["model"]["vocab"]["h"])),
     "pre-tokenizer": edit("tokenizer.json", lambda t: t["pre_tokenizer"].update(
         add_prefix_space=True)),
     "normalizer": edit("tokenizer.json", lambda t: t.update(normalizer={"type": "Lowercase"})),
