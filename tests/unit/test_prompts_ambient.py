@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -178,10 +179,15 @@ def edit(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Pat
     return act
 
 
+def rotate_letters(vocabulary: dict[str, int]) -> None:
+    """Give each lower-case letter the id of the next one."""
+    ids = [vocabulary[letter] for letter in ascii_lowercase]
+    vocabulary.update(zip(ascii_lowercase, ids[1:] + ids[:1], strict=True))
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "merges": edit("tokenizer.json", lambda t: t["model"]["merges"].reverse()),
-    "vocabulary": edit("tokenizer.json", lambda t: t["model"]["vocab"].update(
-        h=t["model"]["vocab"]["q"], q=t["model"]["vocab"]["h"])),
+    "vocabulary": edit("tokenizer.json", lambda t: rotate_letters(t["model"]["vocab"])),
     "pre-tokenizer": edit("tokenizer.json", lambda t: t["pre_tokenizer"].update(
         add_prefix_space=True)),
     "normalizer": edit("tokenizer.json", lambda t: t.update(normalizer={"type": "Lowercase"})),
