@@ -101,7 +101,8 @@ def planned_row(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
     """What the manifest is told of a prompt; `row`: the same before it was cut."""
     detail = None
     if isinstance(row, Prompt) and row.num_tokens > prompt.num_tokens:
-        detail = f"cut from {row.num_tokens} tokens"
+        at_least = "more than " if row.is_beginning else ""
+        detail = f"cut from {at_least}{row.num_tokens} tokens"
     return Planned(
         ordinal=prompt.ordinal,
         source=source,

@@ -21,8 +21,26 @@ Facts = Mapping[str, Any]
 
 #: Fields of READY.json that are bound.
 BOUND: Final = ("architecture", "config_digest", "quantization", "kv_cache_dtype")
-#: Entries of its `settings` that are bound.
-BOUND_SETTINGS: Final[frozenset[str]] = frozenset()
+#: Entries of its `settings` that are bound: precision, overrides of the model's configuration,
+#: adapters, and approximations of attention or experts.
+BOUND_SETTINGS: Final = frozenset(
+    (
+        "quantization_param_path", "torchao_config", "modelopt_quant", "quantize_and_serve",
+        "rl_quant_profile", "prefill_kv_cache_dequant_dtype", "qsa_indexer_dtype",
+        "enable_deepseek_v4_fp4_indexer", "mamba_ssm_dtype",
+        "enable_mamba_cache_stochastic_rounding", "enable_int8_mamba_checkpoint",
+        "deepep_dispatcher_output_dtype", "flashinfer_mxfp4_moe_precision",
+        "enable_w4a4_mxfp4_megamoe", "enable_quant_communications",
+        "json_model_override_args", "context_length", "forward_hooks",
+        "enable_lora", "lora_paths", "lora_target_modules", "max_lora_rank",
+        "enable_hisparse", "hisparse_config", "enable_encoder_swa_bounded_replay",
+        "enable_decoder_swa_bounded_replay", "kt_weight_path", "kt_method", "kt_num_gpu_experts",
+        "kt_max_deferred_experts_per_token",
+    )
+)  # fmt: skip
+#: Entries that transformers and the engine fill with defaults, and so may change with their
+#: versions though the model is the same. They are bound where both versions are equal.
+RESOLVED_SETTINGS: Final = frozenset(("model_config", "rope"))
 _RECORDED: Final = (
     "model_path", "engine_version", "plugin_version", "weights", "weights_layout",
     "weight_version", "tp_size", "dp_size", "capture_method", "chunked_prefill_size",
@@ -65,12 +83,15 @@ def differences(before: Facts, now: Facts) -> list[Difference]:
     """
     pairs = [(name, before[name], now.get(name)) for name in BOUND if name in before]
     settings_before, settings_now = before.get("settings"), now.get("settings")
-    if settings_before is not None:
-        # An older plugin announces none, and its weights already differ by that.
+    # An older plugin announces none, and differs by its weights already.
+    if settings_before is not None and settings_now is not None:
+        names = set(BOUND_SETTINGS)
+        if before.get("engine_version") == now.get("engine_version") and (
+            settings_before.get("transformers") == settings_now.get("transformers")
+        ):
+            names |= RESOLVED_SETTINGS
         pairs += [
-            (name, settings_before.get(name), settings_now.get(name))
-            for name in sorted(BOUND_SETTINGS)
-            if settings_now is not None
+            (name, settings_before.get(name), settings_now.get(name)) for name in sorted(names)
         ]
     if _are_weights_comparable(before, now):
         pairs.append(("weights", before["weights"], now.get("weights")))

@@ -240,6 +240,7 @@ class Renderer:
             loss_mask=mask,
             alterations=tuple(sorted(alterations)),
             has_answer=draft.has_answer,
+            is_beginning=encoding is not None and len(encoding.text) < len(draft.text or ""),
         )
 
     def _ids_and_mask(

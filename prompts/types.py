@@ -144,6 +144,7 @@ class Prompt:
     part: int | None = None  # which of the prompts that its row expands to, from 0
     alterations: tuple[Alteration, ...] = ()  # sorted, each once
     has_answer: bool = False  # whether an assistant's turn was to be trained
+    is_beginning: bool = False  # of a longer text, whose rest was not tokenised
 
     def __post_init__(self) -> None:
         _check_shapes(self.input_ids, self.loss_mask)

@@ -85,9 +85,9 @@ def test_a_neighbouring_layer_is_not_the_same() -> None:
 
 def test_single_tokens_may_be_routed_elsewhere() -> None:
     other = LAST.copy()
-    other[:5] = 7.0
+    other[:4] = 7.0
     assert compare(canary(), canary(last=other)).is_same
-    other[:13] = 7.0
+    other[-4:] = 7.0
     assert not compare(canary(), canary(last=other)).is_same
 
 

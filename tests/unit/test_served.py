@@ -10,12 +10,17 @@ from helpers import make_identity, make_ready
 from extractor.served import (
     BOUND,
     BOUND_SETTINGS,
+    RESOLVED_SETTINGS,
     differences,
     facts_of,
     facts_of_identity,
 )
+from server_patch.targets import NUMERIC_SETTINGS
 
-SETTINGS = {name: "before" for name in BOUND_SETTINGS} | {"attention_backend": "triton"}
+SETTINGS = {name: "before" for name in BOUND_SETTINGS | RESOLVED_SETTINGS} | {
+    "attention_backend": "triton",
+    "transformers": "5",
+}
 
 
 def facts(**changes: Any) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def test_a_bound_field_that_changes_is_named_with_both_values(name: str) -> None
     assert text.startswith(f"  {name}: was ") and text.endswith(", is other")
 
 
-@pytest.mark.parametrize("name", sorted(BOUND_SETTINGS))
+@pytest.mark.parametrize("name", sorted(BOUND_SETTINGS | RESOLVED_SETTINGS))
 def test_a_bound_setting_that_changes_comes_or_goes_is_named(name: str) -> None:
     without = {key: value for key, value in SETTINGS.items() if key != name}
     assert names(facts(), facts(settings=SETTINGS | {name: "after"})) == [name]
@@ -58,6 +63,19 @@ def test_what_changes_rounding_at_most_is_recorded_and_no_difference(
     now = facts(**{name: value})
     assert names(facts(), now) == []
     assert now[name] == value
+
+
+@pytest.mark.parametrize("name", sorted(RESOLVED_SETTINGS))
+def test_what_libraries_fill_in_is_compared_between_equal_versions_only(name: str) -> None:
+    changed = SETTINGS | {name: "after"}
+    assert names(facts(), facts(settings=changed)) == [name]
+    assert names(facts(), facts(settings=changed | {"transformers": "6"})) == []
+    assert names(facts(), facts(settings=changed, engine_version="9")) == []
+
+
+def test_every_bound_setting_is_one_that_the_plugin_announces() -> None:
+    announced = {target.places[0].rpartition(".")[2] for target in NUMERIC_SETTINGS}
+    assert announced >= BOUND_SETTINGS - {"context_length"}
 
 
 def test_other_weights_are_a_difference_where_the_fingerprints_compare() -> None:
