@@ -110,7 +110,9 @@ def require_plugin(
             f"(SGLANG_HS_RID_PREFIX); ours begin with {RID_PREFIX!r}"
         )
     for rank in ranks[1:]:
-        for name in ("boundaries", "hidden_size", "dtype", "last_kind", "rid_prefix"):
+        for name in (
+            "boundaries", "hidden_size", "dtype", "last_kind", "rid_prefix", "weights",
+        ):  # fmt: skip
             if getattr(rank.ready, name) != getattr(ready, name):
                 raise PluginError(
                     f"data-parallel ranks 0 and {rank.ready.rank} differ in {name}: "

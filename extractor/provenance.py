@@ -14,7 +14,7 @@ from pathlib import Path
 from extractor.canary import Comparison, compare, ids_of
 from extractor.config import DATASET_NAME, Identity
 from extractor.dataset import dataset_document
-from extractor.errors import ConfigMismatch
+from extractor.errors import ConfigMismatch, storage_error
 from extractor.files import write_whole
 from extractor.preflight import Target
 from extractor.served import Difference, Facts, differences, facts_of, facts_of_identity
@@ -123,14 +123,17 @@ class Provenance:
             self.write()
 
     def write(self) -> None:
-        """Write `dataset.json`. Raises OSError.
+        """Write `dataset.json`. Raises SpaceError, UsageError.
 
         That of an older version stays until a start is on record: it names an engine version that
         the manifest does not hold.
         """
         path = self._out / DATASET_NAME
         if self._starts or not path.exists():
-            write_whole(path, dataset_document(self._identity, self._starts))
+            try:
+                write_whole(path, dataset_document(self._identity, self._starts))
+            except OSError as error:
+                raise storage_error(error, where=path) from error
 
     def _differences(self, ready: Ready) -> list[Difference]:
         """In which facts a server differs from any start since the last accepted change."""

@@ -224,6 +224,13 @@ async def _run(
         )
         for target in targets:
             provenance.check(target)
+            if target.ready.weights is None:
+                reporter.note(
+                    f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
+                    "that another checkpoint shows in the canary only: see the server's log, or "
+                    "upgrade hidden-state-extractor in its environment",
+                    level="warning",
+                )
         provenance.write()
         if options.retry_failed:
             # Only now: a command that is refused must leave the data set as it was.

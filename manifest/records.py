@@ -25,7 +25,7 @@ class ServerStart:
     """One start of a server that a session extracted from."""
 
     number: int  # from 0, in the order of use
-    session: int  # from 0; each `extractor run` that got as far as a server is one
+    session: int  # from 0; `extractor run` begins one, and another when all servers had gone
     used_at: str  # ISO 8601, UTC: when its canary was checked
     url: str
     boot_id: str

@@ -27,13 +27,14 @@ from helpers import (
 
 from extractor.audit import audit
 from extractor.config import RunOptions
-from extractor.errors import ConfigMismatch, Interrupted, first_known
+from extractor.errors import ConfigMismatch, Interrupted, PluginError, first_known
 from extractor.findings import FindingKind
 from extractor.run import run
 from extractor.testing import FakeModel, FakeServer, FaultPlan, fake_states
 from manifest.records import ServerStart
 from manifest.states import State
 from manifest.store import Store
+from server_patch.dump_format import decode_ready, encode_ready
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -129,6 +130,14 @@ async def test_a_session_with_another_model_is_refused_by_name_and_sends_nothing
     assert len(starts_of(out)) == 1
 
 
+class NamelessModel(FakeModel):
+    """Of a server whose plugin could not compute a fingerprint."""
+
+    @property
+    def weights(self) -> None:  # type: ignore[override]
+        return None
+
+
 #: Another checkpoint that announces the fingerprint of the first.
 DISGUISED = FakeModel(checkpoint=1, fingerprint=0)
 
@@ -194,6 +203,26 @@ async def test_a_deliberate_change_has_an_option_and_is_on_record(
     assert audit(out).is_clean
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("weights", f"{1:032x}"), ("boundaries", (1, 2)), ("dtype", "F16")]
+)
+async def test_data_parallel_ranks_that_differ_are_refused_by_field(
+    dump_root: Path, path: Path, out: Path, notes: Notes, field: str, value: object
+) -> None:
+    async with FakeServer(dump_root).running() as server:
+        ready = decode_ready((server.directory / "READY.json").read_bytes())
+        second = server.directory.with_name("1")
+        second.mkdir()
+        for directory, rank in (
+            (server.directory, replace(ready, dp_size=2)),
+            (second, replace(ready, dp_size=2, rank=1, **{field: value})),  # type: ignore[arg-type]
+        ):
+            (directory / "READY.json").write_bytes(encode_ready(rank))
+        with pytest.raises(PluginError, match=f"ranks 0 and 1 differ in {field}: "):
+            await run(options_for(server, path, out), notes)
+        assert server.requests == []
+
+
 async def test_servers_of_one_run_whose_canaries_differ_are_refused_even_where_a_change_is_allowed(
     dump_root: Path, path: Path, out: Path, notes: Notes
 ) -> None:
@@ -237,6 +266,19 @@ async def test_a_reply_of_another_weight_version_ends_the_run(
     async with server.running():
         message = await refused(options_for(server, path, out, concurrency=2), notes)
     assert "weight version" in message and "'default'" in message and "'step-2'" in message
+
+
+async def test_a_server_without_a_fingerprint_is_used_with_a_warning(
+    dump_root: Path, path: Path, out: Path, notes: Notes
+) -> None:
+    server = FakeServer(dump_root, model=NamelessModel())
+    async with server.running():
+        await run(options_for(server, path, out), notes)
+    (warning,) = (note for note in notes.messages if "fingerprint" in note)
+    assert f"the plugin of {server.url} has no fingerprint of the weights" in warning
+    (start,) = starts_of(out)
+    assert start.facts["weights"] is None
+    assert audit(out).is_clean
 
 
 #: Begun by the version before server starts were recorded, and stopped with rows stored.
