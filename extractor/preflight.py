@@ -35,6 +35,7 @@ from extractor.files import dangling_link, file_system_type, free_bytes
 from extractor.headroom import MEMORY_FILE_SYSTEMS, headroom
 from extractor.plan import PROBE_SESSION, RID_PREFIX, Limits, Request, dump_bytes, make_rid
 from extractor.retry import Failure
+from extractor.served import was_updated
 from extractor.tables import amount
 from extractor.verify import check_reply
 from extractor.writers import ranks_of, scan_writers
@@ -99,7 +100,8 @@ def require_plugin(
     """
     ranks = ranks_of(scan_writers(root), url=url, model_path=facts.model_path, others=others)
     ready = ranks[0].ready
-    if ready.model_path != facts.model_path:
+    # A live update may name another path; provenance.py says that the weights are others.
+    if ready.model_path != facts.model_path and not was_updated(ready):
         raise PluginError(
             f"{ranks[0].directory / READY_NAME} is of model {ready.model_path}, "
             f"the server at {url} serves {facts.model_path}: another server's dump directory?"

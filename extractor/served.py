@@ -75,6 +75,11 @@ def facts_of_identity(identity: Identity) -> dict[str, Any]:
     return {name: getattr(identity, name) for name in names}
 
 
+def was_updated(ready: Ready) -> bool:
+    """Whether the weights were updated in place since the server loaded them."""
+    return ready.weights is not None and "+" in ready.weights
+
+
 def differences(before: Facts, now: Facts) -> list[Difference]:
     """The bound facts in which `now` differs from `before`.
 

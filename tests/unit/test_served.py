@@ -14,6 +14,7 @@ from extractor.served import (
     differences,
     facts_of,
     facts_of_identity,
+    was_updated,
 )
 from server_patch.targets import NUMERIC_SETTINGS
 
@@ -86,6 +87,12 @@ def test_other_weights_are_a_difference_where_the_fingerprints_compare() -> None
     # Nothing to compare with, and nothing to show.
     assert names(facts(weights=None), facts()) == []
     assert names(facts(), facts(weights=None)) == ["weights"]
+
+
+def test_an_update_in_place_shows_in_the_id() -> None:
+    assert was_updated(make_ready(weights="aa+1f"))
+    assert not was_updated(make_ready(weights="aa"))
+    assert not was_updated(make_ready(weights=None))
 
 
 def test_an_older_plugin_announces_no_settings_and_that_alone_is_no_difference() -> None:
