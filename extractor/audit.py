@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import orjson
@@ -26,7 +27,7 @@ from extractor.lock import writer_of
 from extractor.shard_audit import ShardAuditor
 from extractor.shard_format import shard_name
 from extractor.shards import open_shard_path, sealed_shard_path
-from extractor.strays import require_begun, require_manifest
+from extractor.strays import ManifestLost, require_begun, require_manifest
 from extractor.tables import counted
 from manifest.causes import LIMIT_ERRNOS
 from manifest.decoding import Damage, as_json, shown
@@ -38,6 +39,7 @@ from prompts.types import Alteration
 from server_patch.dump_format import DumpFormatError
 
 _MAX_DATASET_BYTES = 16 << 20
+_MAX_DIFFERENCES = 100
 _ALTERATIONS = frozenset(Alteration)
 _DIGEST = re.compile("[0-9a-f]{32}")
 
@@ -59,15 +61,14 @@ def open_manifest(out: Path) -> Store:
 def audit(out: Path, *, fast: bool = False, progress: Progress = lambda _: None) -> Audit:
     """Check a data set. `fast` leaves out the states' bytes: digests and finiteness.
 
-    Whatever the files hold, the result says what is wrong with them. Raises UsageError for shards
-    whose manifest is lost, ManifestMissing where there is no data set, ManifestError for one of
-    another version.
+    Whatever the files hold, the result says what is wrong with them. Raises ManifestMissing where
+    there is no data set, ManifestError for one of a newer version.
     """
     # The writer before the manifest: it may end while that is read.
     found = Audit(is_fast=fast, writer=writer_of(out))
     try:
         store = open_manifest(out)
-    except ManifestDamaged as error:
+    except (ManifestDamaged, ManifestLost) as error:
         found.find(FindingKind.MANIFEST_DAMAGED, str(error))
         return found
     try:
@@ -170,12 +171,12 @@ class _Auditor:
                 ids_of(canary)
             except DumpFormatError as error:
                 self._find(FindingKind.MANIFEST_DAMAGED, f"canaries, row {number}: {error}")
-        references = {start.number for start in self._starts if start.canary_error is None}
+        references = {start.number for start in self._starts if start.accepted or not start.number}
         for number in sorted(numbers ^ references):
             self._find(
                 FindingKind.MANIFEST_DAMAGED,
-                f"canaries, row {number}: there must be one for each start that is a reference, "
-                "and no other",
+                f"canaries, row {number}: there must be one for the first start and for each that "
+                "was let differ, and no other",
             )
 
     def _read_shards(self) -> None:
@@ -219,6 +220,7 @@ class _Auditor:
             else:
                 problem = self._problem_of(row, place, shards)
                 place = (row.source, row.line)
+                self._audit.num_unattributed += row.state is State.STORED and row.server is None
                 if not row.state.is_terminal:
                     self._find(
                         FindingKind.ROW_UNFINISHED,
@@ -261,8 +263,14 @@ class _Auditor:
 
     def _check_samples(self) -> None:
         """Everything of which the shape must be known."""
+        fields: dict[str, object] = {}
+        for record in self._store.checked_identity():
+            if isinstance(record, Damage):
+                self._find(FindingKind.MANIFEST_DAMAGED, str(record))
+            else:
+                fields[record["name"]] = record["value"]
         try:
-            identity = Identity.from_document(self._store.identity())
+            identity = Identity.from_document(fields)
         except (UsageError, CorruptData) as error:
             self._find(FindingKind.MANIFEST_DAMAGED, f"identity: {error}")
             return
@@ -299,20 +307,13 @@ class _Auditor:
             for name in ("engine_version", "tool_version", "sessions"):
                 expected.pop(name)
                 document.pop(name, None)
-        names = sorted(
-            name
-            for name in {*document, *expected}
-            if name not in document
-            or name not in expected
-            or orjson.dumps(document[name]) != orjson.dumps(expected[name])
-        )
-        for name in names:
+        differs = False
+        for name, one, other in islice(_differences(document, expected), _MAX_DIFFERENCES):
+            differs = True
             self._find(
-                FindingKind.PROVENANCE,
-                f"{path}: {name} is {_stated(document, name)}, "
-                f"the manifest says {_stated(expected, name)}",
+                FindingKind.PROVENANCE, f"{path}: {name} is {one}, the manifest says {other}"
             )
-        if self._starts and not names and stated != data:
+        if self._starts and not differs and stated != data:
             self._find(FindingKind.PROVENANCE, f"{path} is not written as this tool writes it")
 
     # --- shards ------------------------------------------------------------------------------
@@ -370,6 +371,22 @@ def _is_json(value: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _differences(one: object, other: object, place: str = "") -> Iterator[tuple[str, str, str]]:
+    """Where two JSON values differ, and both values there."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in sorted({*one, *other}):
+            inner = f"{place}.{name}" if place else str(name)
+            if name in one and name in other:
+                yield from _differences(one[name], other[name], inner)
+            else:
+                yield inner, _stated(one, name), _stated(other, name)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from _differences(*pair, f"{place}[{index}]")
+    elif orjson.dumps(one) != orjson.dumps(other):
+        yield place, shown(one), shown(other)
 
 
 def _stated(document: Mapping[str, object], name: str) -> str:

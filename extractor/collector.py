@@ -186,8 +186,8 @@ def _weights_changed(header: DumpHeader, ready: Ready) -> str:
     return (
         f"the weights of the server on port {ready.port} were updated during the run: they were "
         f"{ready.weights} when it began, request {header.rid} ran on {header.weights}. No row of "
-        "the new weights was stored. Load the old weights again and run the same command, or use "
-        "another --out."
+        "the new weights was stored. Restart the server with the old weights and run the same "
+        "command, or use another --out for the new ones."
     )
 
 

@@ -53,8 +53,8 @@ def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes
 def sessions_document(starts: Sequence[ServerStart]) -> list[dict[str, Any]]:
     """The sessions of a data set, each with the starts of servers that it extracted from.
 
-    `canary_error`: how far its canary is from the reference (extractor/canary.py), null where it is
-    the reference. `accepted`: the facts that the user let change with it.
+    `canary_error`: how far its canary is from the reference before it (extractor/canary.py), null
+    for the first. `accepted`: the facts that the user let change with it.
     """
     sessions: dict[int, list[dict[str, Any]]] = {}
     for start in starts:
@@ -73,22 +73,38 @@ def sessions_document(starts: Sequence[ServerStart]) -> list[dict[str, Any]]:
 
 
 def sessions_table(starts: Sequence[ServerStart]) -> str:
-    """What served each session, one line for consecutive starts that were alike."""
+    """The servers of each session, one line for consecutive starts with equal facts."""
     lines: list[tuple[list[int], str]] = []
+    alike: object = None
     for start in starts:
-        facts = start.facts
-        text = f"weights {str(facts.get('weights'))[:12]}, SGLang {facts.get('engine_version')}"
-        if start.accepted:
-            text += f"; changed on purpose: {', '.join(start.accepted)}"
-        if lines and lines[-1][1] == text:
+        key = (start.url, start.facts, start.accepted)
+        if key == alike:
             lines[-1][0].append(start.session)
         else:
-            lines.append(([start.session], text))
+            lines.append(([start.session], _served(start)))
+        alike = key
     hidden = len(lines) - MAX_LINES
     rows = [(_sessions(numbers), text) for numbers, text in lines[-MAX_LINES:]]
     if hidden > 0:
         rows.insert(0, ("…", f"{hidden:,} more before these: see {DATASET_NAME}"))
     return table(rows)
+
+
+def _served(start: ServerStart) -> str:
+    facts = start.facts
+    settings = facts.get("settings") or {}
+    loaded, plus, update = str(facts.get("weights") or "unknown").partition("+")
+    parts = [
+        f"weights {loaded[:12]}{plus}{update}",
+        f"KV cache {facts.get('kv_cache_dtype')}",
+        f"SGLang {facts.get('engine_version')}",
+        *(str(settings[name]) for name in ("attention_backend", "device") if name in settings),
+        f"tp {facts.get('tp_size')}",
+        start.url,
+    ]
+    if start.accepted:
+        parts.append(f"changed on purpose: {', '.join(start.accepted)}")
+    return ", ".join(parts)
 
 
 def _sessions(numbers: Sequence[int]) -> str:

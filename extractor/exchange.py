@@ -266,8 +266,9 @@ class Exchange:
         if None not in (before, reply.weight_version) and reply.weight_version != before:
             raise ConfigMismatch(
                 f"{self._client.url} changed its weight version during the run: {before!r} when it "
-                f"began, now {reply.weight_version!r}. No row of the new weights was stored. Load "
-                "the old weights again and run the same command, or use another --out."
+                f"began, now {reply.weight_version!r}. No row of the new weights was stored. "
+                "Restart the server with the old weights and run the same command, or use another "
+                "--out for the new ones."
             )
 
     async def _dump_of_copy(

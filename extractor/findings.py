@@ -103,6 +103,7 @@ class Audit:
     counts: Counter[FindingKind] = field(default_factory=Counter)  # all of them
     damage: Damages = field(default_factory=Damages)
     starts: tuple[ServerStart, ...] = ()  # of servers, as far as they can be read
+    num_unattributed: int = 0  # stored samples without a server start, of an older version
 
     @property
     def is_clean(self) -> bool:
@@ -119,6 +120,7 @@ class Audit:
             "duplicates": self.duplicates,
             "shards": self.num_shards,
             "sessions": sessions_document(self.starts),
+            "samples_without_server": self.num_unattributed,
             "samples_checked": self.samples_checked,
             "bytes_checked": self.bytes_checked,
             "finding_counts": {kind.value: n for kind, n in self.findings_by_kind().items()},
@@ -141,6 +143,11 @@ class Audit:
         ]
         if self.starts:
             lines.append(sessions_table(self.starts))
+        if self.num_unattributed:
+            lines.append(
+                f"{counted(self.num_unattributed, 'sample')} stored by an older version, which did "
+                "not record the server"
+            )
         lines += [f"FINDING  {kind}: {n:,}" for kind, n in self.findings_by_kind().items()]
         for finding in self.findings[:SHOWN_FINDINGS]:
             where = "" if finding.row is None else f" row {finding.row}"

@@ -10,20 +10,25 @@ import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
-from extractor.canary import Comparison, compare, ids_of
-from extractor.config import DATASET_NAME, Identity
+from extractor.canary import NUM_TOKENS, RID, Comparison, compare, encode_canary, ids_of
+from extractor.config import DATASET_NAME, SHARDS_DIRECTORY, Identity
 from extractor.dataset import dataset_document
 from extractor.errors import ConfigMismatch, storage_error
-from extractor.files import write_whole
+from extractor.files import open_regular, read_into, write_whole
 from extractor.preflight import Target
 from extractor.served import Difference, Facts, differences, facts_of, facts_of_identity
+from extractor.shard_format import sample_tensors
+from extractor.shards import open_shard_path, sealed_shard_path
 from manifest.owner import StoreOwner
 from manifest.records import ServerStart
 from manifest.store import Store
-from server_patch.dump_format import Ready
+from server_patch.dump_format import DumpHeader, LastKind, Ready
 
 _CANARY = "canary"
+#: Stored samples among which one of enough tokens is looked for.
+_CANDIDATES = 64
 ALLOW_OPTION = "--allow-model-change"
 
 
@@ -48,7 +53,8 @@ class Provenance:
         self._out = out
         self._identity = identity
         self._starts = list(starts)
-        self._canary = canary
+        self._canary = canary  # what the next start is compared with
+        self._is_kept = bool(starts)  # whether the manifest has one
         self._session = max((start.session + 1 for start in starts), default=0)
         self._allow_change = allow_change
         self._lock = asyncio.Lock()  # two servers may return at once
@@ -57,8 +63,11 @@ class Provenance:
     async def load(
         cls, owner: StoreOwner, out: Path, identity: Identity, *, allow_change: bool
     ) -> Provenance:
+        """Raises ManifestError."""
+
         def read(store: Store) -> tuple[list[ServerStart], bytes | None]:
-            return store.server_starts(), store.canary()
+            starts = store.server_starts()
+            return starts, store.canary() if starts else stored_canary(store, out, identity)
 
         starts, canary = await owner.call(read)
         return cls(owner, out, identity, starts, canary, allow_change=allow_change)
@@ -100,9 +109,9 @@ class Provenance:
             comparison = None if self._canary is None else compare(self._canary, canary)
             if comparison is not None and not comparison.is_same:
                 if not self._allow_change:
-                    raise self._mismatch(target.url, [self._canary_text(comparison)])
+                    raise self._canary_mismatch(target.url, comparison)
                 accepted.append(_CANARY)
-            is_reference = comparison is None or bool(accepted)
+            is_reference = bool(accepted) or not self._is_kept
             start = ServerStart(
                 number=len(self._starts),
                 session=self._session,
@@ -110,7 +119,7 @@ class Provenance:
                 url=target.url,
                 boot_id=target.ready.boot_id,
                 facts=facts_of(target.ready),
-                canary_error=None if is_reference or comparison is None else comparison.error,
+                canary_error=None if comparison is None else comparison.error,
                 accepted=tuple(accepted),
             )
             await self._owner.call(
@@ -120,6 +129,7 @@ class Provenance:
             self._allow_change = False
             if is_reference:
                 self._canary = canary
+                self._is_kept = True
             self.write()
 
     def write(self) -> None:
@@ -150,12 +160,17 @@ class Provenance:
         changes = [start.number for start in self._starts if start.accepted]
         return [start.facts for start in self._starts[changes[-1] if changes else 0 :]]
 
-    @staticmethod
-    def _canary_text(comparison: Comparison) -> str:
-        return (
+    def _canary_mismatch(self, url: str, comparison: Comparison) -> ConfigMismatch:
+        line = (
             f"  canary: {comparison.to_text()}. Nothing that the server announces explains it: "
             "look for other weights, patched code or a faulty device"
         )
+        if (last := self._starts[-1:]) and last[0].session == self._session:
+            return ConfigMismatch(
+                f"the servers at {last[0].url} and {url} differ:\n{line}\nStart them alike, or "
+                "leave one out."
+            )
+        return self._mismatch(url, [line])
 
     def _mismatch(self, url: str, lines: Sequence[str]) -> ConfigMismatch:
         return ConfigMismatch(
@@ -164,3 +179,46 @@ class Provenance:
             + "\nStart the server as it was, or use another --out. To put rows of both into one "
             f"data set on purpose, add {ALLOW_OPTION}; the change is recorded."
         )
+
+
+def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
+    """The first tokens of a stored sample and their states, as a canary: for a data set whose rows
+    are older than the record of server starts. None where nothing can be read.
+
+    A causal model computes the same states for them whatever follows.
+    """
+    layout = identity.layout
+    shards = {shard.number: shard for shard in store.shards()}
+    rows = [
+        row for row in store.first_stored(_CANDIDATES) if row.num_tokens and row.shard in shards
+    ]
+    for row in sorted(rows, key=lambda row: -min(row.num_tokens or 0, NUM_TOKENS)):
+        shard = shards[row.shard or 0]
+        path = sealed_shard_path(out / SHARDS_DIRECTORY, shard)
+        if not path.exists():
+            path = open_shard_path(out / SHARDS_DIRECTORY, shard)
+        num_tokens = min(row.num_tokens or 0, NUM_TOKENS)
+        tensors: dict[str, bytes] = {}
+        try:
+            with open(open_regular(path), "rb") as file:
+                for tensor in sample_tensors(row.num_tokens or 0, layout):
+                    width = (tensor.end - tensor.begin) // (row.num_tokens or 1)
+                    data = bytearray(num_tokens * width)
+                    read_into(file.fileno(), memoryview(data), (row.offset or 0) + tensor.begin)
+                    tensors[tensor.name] = bytes(data)
+        except (OSError, EOFError):
+            continue  # `reconcile` has the lost ones extracted again
+        header = DumpHeader(
+            rid=RID,
+            start=0,
+            rows=num_tokens,
+            boundaries=identity.boundaries,
+            hidden_size=identity.hidden_size,
+            dtype=identity.dtype,
+            last_kind=cast(LastKind, identity.last_kind),
+            boot_id=RID,
+            rank=0,
+            counter=0,
+        )
+        return encode_canary(header, tensors)
+    return None

@@ -10,19 +10,27 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from extractor.audit import audit, open_manifest
-from extractor.config import MANIFEST_NAME, SHARDS_DIRECTORY, Identity, RunOptions
+from extractor.config import (
+    DATASET_NAME,
+    MANIFEST_NAME,
+    SHARDS_DIRECTORY,
+    Identity,
+    RunOptions,
+)
+from extractor.dataset import dataset_document
 from extractor.errors import CorruptData, UsageError, storage_error
-from extractor.files import is_regular, sync_directory
+from extractor.files import is_regular, sync_directory, write_whole
 from extractor.findings import Audit, FindingKind, Progress
 from extractor.live import LIVE_NAME
 from extractor.lock import exclusive
 from extractor.shard_format import shard_name
 from extractor.shards import ShardSettings, ShardWriter, sealed_shard_path
+from extractor.strays import ManifestLost
 from extractor.tables import counted
 from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
 from manifest.records import Forgotten, Relocated, Row, Shard
@@ -39,6 +47,8 @@ class Repair:
     unknown: tuple[str, ...] = ()  # files among the shards that the manifest does not know: left
     rows: int = 0  # damaged rows of the manifest, which the next run reads from the input again
     refused: str | None = None  # why nothing was changed
+    manifest: bool = False  # whether indexes and counts of the manifest were made again
+    dataset: bool = False  # whether dataset.json was written again
 
     def to_document(self) -> dict[str, Any]:
         """The part of the JSON of `extractor verify --repair`."""
@@ -53,6 +63,10 @@ class Repair:
                 f"dropped {counted(self.rows, 'damaged row')} from the manifest, to be read and "
                 "extracted again by the same `extractor run`"
             )
+        if self.manifest:
+            lines.append("made the indexes and counts of the manifest again from its rows")
+        if self.dataset:
+            lines.append(f"wrote {DATASET_NAME} again from the manifest")
         if self.shards:
             lines.append(
                 f"repaired {counted(self.shards, 'shard')}: {counted(self.kept, 'sample')} kept, "
@@ -61,8 +75,8 @@ class Repair:
         lines = lines or ["nothing to repair"]
         if self.unknown:
             lines.append(
-                f"left alone {counted(len(self.unknown), 'file')} that the manifest does not know; "
-                "move away or remove by hand: " + ", ".join(self.unknown)
+                f"left alone {counted(len(self.unknown), 'file')} that this data set did not "
+                "write; move away or remove by hand, and repair again: " + ", ".join(self.unknown)
             )
         return "\n".join(lines)
 
@@ -74,7 +88,7 @@ def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple
     where nothing can be written, SpaceError, ManifestError for a manifest of another version.
     """
     # First, so that no lock is left in a directory that is no data set.
-    with suppress(ManifestDamaged):
+    with suppress(ManifestDamaged, ManifestLost):
         open_manifest(out).close()
     try:
         with exclusive(out):
@@ -88,18 +102,25 @@ def _repair(out: Path, found: Audit) -> Repair:
     try:
         open_manifest(out).close()
         store = Store.create_or_open(out / MANIFEST_NAME)
-    except ManifestDamaged as error:
+    except (ManifestDamaged, ManifestLost) as error:
         return _refused(str(error))
     try:
         try:
             repairer = _Repairer(out, store)
-            if FindingKind.MANIFEST_DAMAGED in found.counts:
+            is_manifest_mended = FindingKind.MANIFEST_DAMAGED in found.counts
+            if is_manifest_mended:
                 repairer.mend_manifest(found.damage.rows)
         except ManifestSpaceError:
             raise
         except (ManifestError, CorruptData, UsageError) as error:
             return _refused(str(error))
-        return repairer.run(found)
+        repair = replace(repairer.run(found), manifest=is_manifest_mended)
+        if FindingKind.PROVENANCE not in found.counts:
+            return repair
+        path = out / DATASET_NAME
+        if os.path.lexists(path) and not is_regular(path):
+            return replace(repair, unknown=(*repair.unknown, str(path)))
+        return replace(repair, dataset=repairer.write_dataset(path))
     finally:
         store.close()
 
@@ -128,6 +149,12 @@ class _Repairer:
     def mend_manifest(self, rows: Collection[int]) -> None:
         names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}
         self._store.mend(drop=rows, shard_names=names)
+
+    def write_dataset(self, path: Path) -> bool:
+        """Write `dataset.json` from the manifest; False where that does not hold all of it."""
+        if starts := self._store.server_starts():
+            write_whole(path, dataset_document(self._settings.identity, starts))
+        return bool(starts)
 
     def run(self, found: Audit) -> Repair:
         damage = found.damage

@@ -199,6 +199,8 @@ async def _run(
                 raise
             reporter.note("Every row is settled already; the server was not needed.")
             await _seal_all(owner, options, left)
+            begun_with = await begun_with_identity(owner)
+            (await Provenance.load(owner, options.out, begun_with, allow_change=False)).write()
             return await _summary(owner, state)
         targets = [member.target for member in members if member.target is not None]
         ready = targets[0].ready

@@ -58,7 +58,10 @@ class Difference:
 
     def to_text(self, *, before: str, now: str) -> str:
         """A line for a message; `before` and `now` say whose the two values are."""
-        return f"  {self.name}: {before} {_shown(self.before)}, {now} {_shown(self.now)}"
+        line = f"  {self.name}: {before} {_shown(self.before)}, {now} {_shown(self.now)}"
+        if self.name == "weights" and "+" in str(self.now):
+            line += " (updated in place; the server has to be restarted to have the loaded ones)"
+        return line
 
 
 def facts_of(ready: Ready) -> dict[str, Any]:

@@ -12,6 +12,10 @@ from extractor.shards import OPEN_SHARDS, SEALED_SHARDS
 from manifest.records import Shard
 
 
+class ManifestLost(UsageError):
+    """Shards without a manifest that knows of them."""
+
+
 def require_manifest(out: Path) -> None:
     """Raise UsageError where shards lie beside a manifest file that is missing or empty."""
     path = out / MANIFEST_NAME
@@ -49,7 +53,7 @@ def _refuse_any(out: Path, what: str) -> None:
 
 def _refuse(out: Path, what: str, names: Sequence[str]) -> None:
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    raise UsageError(
+    raise ManifestLost(
         f"{out / SHARDS_DIRECTORY} holds {shown}, but {what}. A run would write over what is "
         f"there. Restore {MANIFEST_NAME} from a copy, or name another --out, or remove the shards."
     )

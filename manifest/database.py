@@ -13,6 +13,7 @@ import fcntl
 import functools
 import os
 import sqlite3
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ MIN_SQLITE = (3, 37, 0)
 def open_for_writing(path: Path) -> Database:
     """Make the file and its tables where they are missing. Raises ManifestError."""
     _require_sqlite()
+    _require_regular_companions(path)
     with explained(path):
         connection = sqlite3.connect(path, isolation_level=None)
         connection.text_factory = _text
@@ -67,6 +69,7 @@ def open_for_reading(path: Path) -> Database:
         )
     if size < 100:  # SQLite takes it for an empty one
         raise damaged(path, f"{size} bytes are less than its header has")
+    _require_regular_companions(path)
     with explained(path):
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None
@@ -77,14 +80,36 @@ def open_for_reading(path: Path) -> Database:
             if pending := _check_version(database, path):
                 if schema_of(database) == expected_schema():
                     raise damaged(path, f"no record of {', '.join(sorted(pending))}")
-                raise ManifestError(
-                    f"{path}: the manifest is older than this tool or was never begun. "
-                    "`extractor run` brings it up to date."
-                )
+                return _migrated_copy(connection)
         except BaseException:
             connection.close()
             raise
         return database
+
+
+def _migrated_copy(connection: sqlite3.Connection) -> Database:
+    """An older manifest as this version writes it, in a temporary file that goes with its use: a
+    reader changes nothing. Closes `connection`."""
+    copy = sqlite3.connect("", isolation_level=None)
+    try:
+        connection.backup(copy)
+        copy.text_factory = _text
+        database = Database(copy)
+        migrations.apply(database)
+    except BaseException:
+        copy.close()
+        raise
+    connection.close()
+    return database
+
+
+def _require_regular_companions(path: Path) -> None:
+    """Raise ManifestDamaged where SQLite would open something that is not a file beside `path`: it
+    would wait for the other end of a pipe."""
+    for suffix in ("-journal", "-wal", "-shm"):
+        companion = path.with_name(path.name + suffix)
+        if os.path.lexists(companion) and not stat.S_ISREG(os.lstat(companion).st_mode):
+            raise damaged(companion, "not a regular file")
 
 
 def _text(data: bytes) -> str | bytes:
@@ -234,7 +259,7 @@ def _errno_at(path: Path) -> int | None:
 _DAMAGE = (
     "SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_ERROR", "SQLITE_SCHEMA", "SQLITE_FORMAT",
     "SQLITE_TOOBIG", "SQLITE_INTERRUPT", "SQLITE_MISMATCH", "SQLITE_RANGE",
-    "SQLITE_IOERR_SHORT_READ",
+    "SQLITE_IOERR_SHORT_READ", "SQLITE_READONLY_ROLLBACK",
 )  # fmt: skip
 
 

@@ -71,9 +71,13 @@ class Reader:
 
     def identity(self) -> dict[str, Any]:
         """What the data set is of, by field name; empty for a new manifest."""
-        rows = self._fetch("SELECT name, value, checksum FROM identity")
-        fields = [self._sound(decode_identity(row)) for row in rows]
+        fields = [self._sound(record) for record in self.checked_identity()]
         return {row["name"]: row["value"] for row in fields}
+
+    def checked_identity(self) -> list[dict[str, Any] | Damage]:
+        """`name` and `value` of each field."""
+        rows = self._fetch("SELECT name, value, checksum FROM identity")
+        return [decode_identity(row) for row in rows]
 
     def has_begun(self) -> bool:
         """Whether a data set was begun here. Raises ManifestDamaged where only its rows say so."""

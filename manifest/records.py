@@ -30,7 +30,7 @@ class ServerStart:
     url: str
     boot_id: str
     facts: Mapping[str, Any]  # what it computes with: extractor/served.py
-    canary_error: float | None  # against the reference; None: its canary is the reference
+    canary_error: float | None  # against the reference before it; None: it had none
     accepted: tuple[str, ...] = ()  # names of facts that the user let change here
 
 

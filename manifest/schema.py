@@ -185,7 +185,7 @@ def m005_server_starts(db: Database) -> None:
             url TEXT NOT NULL,
             boot_id TEXT NOT NULL,
             facts TEXT NOT NULL,             -- JSON object
-            canary_error REAL,               -- NULL: its canary became the reference
+            canary_error REAL,               -- NULL: there was none to compare with
             accepted TEXT NOT NULL,          -- JSON array: facts that were let change
             checksum INTEGER NOT NULL        -- of all other columns: decoding.py
         ) STRICT

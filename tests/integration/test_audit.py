@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -413,3 +414,71 @@ def test_a_lock_that_tells_of_no_process_here_names_none(tmp_path: Path, text: s
     assert writer_of(tmp_path) is None
     (tmp_path / LOCK_NAME).write_text(text)
     assert writer_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("suffix", ["-journal", "-wal", "-shm"])
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_something_else_beside_the_manifest_is_a_finding_and_is_never_waited_for(
+    out: Path, suffix: str, kind: str
+) -> None:
+    beside = out / f"manifest.sqlite{suffix}"
+    os.mkfifo(beside) if kind == "pipe" else beside.mkdir()
+    (finding,) = audit(out).findings
+    assert finding.kind is FindingKind.MANIFEST_DAMAGED
+    assert f"{beside}: not a sound manifest (not a regular file)" in finding.detail
+
+
+def test_a_journal_of_noise_beside_the_manifest_is_a_finding(out: Path) -> None:
+    (out / "manifest.sqlite-journal").write_bytes(bytes(range(1, 256)) * 20)
+    (finding,) = audit(out).findings
+    assert finding.kind is FindingKind.MANIFEST_DAMAGED
+
+
+@pytest.mark.parametrize("how", ["missing", "empty", "link to nowhere"])
+def test_shards_whose_manifest_is_lost_are_a_finding(out: Path, how: str) -> None:
+    manifest = out / "manifest.sqlite"
+    manifest.unlink()
+    match how:
+        case "empty":
+            manifest.touch()
+        case "link to nowhere":
+            manifest.symlink_to("nowhere")
+    found = audit(out)
+    (finding,) = found.findings
+    assert finding.kind is FindingKind.MANIFEST_DAMAGED
+    assert "shard-000000.safetensors" in finding.detail
+    assert found.to_document()["clean"] is False
+
+
+def test_a_difference_within_dataset_json_is_named_by_its_place(out: Path) -> None:
+    path = out / "dataset.json"
+    document = json.loads(path.read_bytes())
+    document["sessions"][0]["servers"][0]["kv_cache_dtype"] = "fp8"
+    document["reading"]["thinking"] = "drop"
+    path.write_text(json.dumps(document))
+    details = [finding.detail for finding in audit(out).findings]
+    assert details == [
+        f"{path}: reading.thinking is 'drop', the manifest says 'template'",
+        f"{path}: sessions[0].servers[0].kv_cache_dtype is 'fp8', the manifest says 'auto'",
+    ]
+
+
+def test_each_damaged_field_of_the_identity_is_named(out: Path) -> None:
+    sql(out, "UPDATE identity SET checksum = 1 WHERE name IN ('model', 'dtype')")
+    details = {finding.detail for finding in audit(out).findings}
+    for name in ("model", "dtype"):
+        assert any(f"identity, row '{name}': its checksum" in detail for detail in details)
+
+
+def test_a_row_of_a_server_start_that_is_not_on_record_is_found(out: Path) -> None:
+    change_rows(out, "UPDATE prompts SET server = 7 WHERE ordinal = 3")
+    (finding,) = audit(out).findings
+    assert (finding.row, finding.detail) == (3, "server is 7, there are 1")
+
+
+def test_a_damaged_server_start_or_canary_is_found(out: Path) -> None:
+    sql(out, "UPDATE server_starts SET url = 'http://elsewhere'")
+    sql(out, "UPDATE canaries SET dump = zeroblob(64)")
+    details = [finding.detail for finding in audit(out).findings]
+    assert "server_starts, row 0: its checksum is not that of its columns" in details
+    assert "canaries, row 0: its digest is not that of its dump" in details

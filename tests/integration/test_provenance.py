@@ -231,8 +231,7 @@ async def test_servers_of_one_run_whose_canaries_differ_are_refused_even_where_a
         two = await stack.enter_async_context(FakeServer(dump_root, model=DISGUISED).running())
         options = options_for(one, path, out, allow_model_change=True)
         message = await refused(replace(options, server_urls=(one.url, two.url)), notes)
-        assert f"the server at {two.url} does not compute what" in message
-        assert "canary:" in message
+        assert f"the servers at {one.url} and {two.url} differ:\n  canary: " in message
         assert ordinals_sent([*one.requests, *two.requests]) == []
 
 
@@ -294,22 +293,47 @@ async def test_a_data_set_of_an_older_version_goes_on_and_gets_its_canary(
     async with FakeServer(dump_root).running() as server:
         await run(options_for(server, path, out), notes)
     (start,) = starts_of(out)
-    assert start.canary_error is None
+    assert start.canary_error == 0.0  # against a stored sample
     assert {row.server for row in rows_of(out)} == {None, 0}
     assert checkpoints_of(out, prompts) == dict.fromkeys(range(NUM_ROWS), 0)
-    assert audit(out).is_clean
+    found = audit(out)
+    assert found.is_clean
+    assert found.num_unattributed == sum(row.server is None for row in rows_of(out))
+    assert "stored by an older version" in found.to_text()
     async with FakeServer(dump_root, model=FakeModel(checkpoint=1)).running() as server:
         assert "weights: was" in await refused(options_for(server, path, out), notes)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_a_data_set_of_an_older_version_is_compared_by_a_stored_sample(
+    dump_root: Path, tmp_path: Path, notes: Notes, prompts: list[Ids], allowed: bool
+) -> None:
+    out = shutil.copytree(OLD_VERSION / "out", tmp_path / "out")
+    path = OLD_VERSION / "prompts.jsonl"
+    async with FakeServer(dump_root, model=FakeModel(checkpoint=1)).running() as server:
+        options = options_for(server, path, out, allow_model_change=allowed)
+        if not allowed:
+            assert "  canary: " in await refused(options, notes)
+            assert ordinals_sent(server.requests) == []
+            return
+        await run(options, notes)
+    (start,) = starts_of(out)
+    assert start.accepted == ("canary",)
+    assert start.canary_error is not None and start.canary_error > 0.5
+    made_by = {row.ordinal: row.server for row in rows_of(out)}
+    assert checkpoints_of(out, prompts) == {
+        ordinal: 0 if number is None else 1 for ordinal, number in made_by.items()
+    }
+    assert audit(out).is_clean
 
 
 async def test_a_finished_data_set_of_an_older_version_is_still_clean(
     dump_root: Path, tmp_path: Path, notes: Notes
 ) -> None:
-    """Nothing is extracted any more, so dataset.json stays as the older version wrote it."""
+    """Nothing is extracted any more, so its files stay as the older version wrote them."""
     out = shutil.copytree(OLD_VERSION / "out", tmp_path / "out")
     before = (out / "dataset.json").read_bytes()
-    with closing(Store.create_or_open(out / "manifest.sqlite")):
-        pass  # brought up to date, as by any `extractor run`
+    manifest = (out / "manifest.sqlite").read_bytes()
     found = audit(out)
     assert {finding.kind for finding in found.findings} <= {
         FindingKind.ROW_UNFINISHED,
@@ -318,3 +342,4 @@ async def test_a_finished_data_set_of_an_older_version_is_still_clean(
     }
     assert found.starts == ()
     assert (out / "dataset.json").read_bytes() == before
+    assert (out / "manifest.sqlite").read_bytes() == manifest  # read as a copy

@@ -171,3 +171,31 @@ def test_a_directory_without_a_data_set_is_not_repaired_and_gets_no_lock(tmp_pat
 )
 def test_a_repair_counts_in_words(repair: Repair, text: str) -> None:
     assert repair.to_text().startswith(text)
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_dataset_json_is_written_again_from_the_manifest(out: Path, how: str) -> None:
+    path = out / "dataset.json"
+    before = path.read_bytes()
+    path.unlink()
+    if how == "damaged":
+        path.write_bytes(before[:100])
+    found, repair = audit_and_repair(out)
+    assert {finding.kind for finding in found.findings} == {FindingKind.PROVENANCE}
+    assert repair.dataset
+    assert repair.to_text() == "wrote dataset.json again from the manifest"
+    assert path.read_bytes() == before
+    assert audit(out).is_clean
+
+
+def test_a_shard_that_is_a_pipe_is_left_and_extracted_again_once_it_is_gone(out: Path) -> None:
+    path, *_ = shards(out)
+    path.unlink()
+    os.mkfifo(path)
+    _, repair = audit_and_repair(out)
+    assert (repair.shards, repair.unknown) == (0, (str(path),))
+    assert "that this data set did not write" in repair.to_text()
+    path.unlink()
+    _, repair = audit_and_repair(out)
+    assert repair.shards == 1
+    assert repair.planned > 0
