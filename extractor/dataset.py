@@ -13,7 +13,7 @@ from extractor.shard_format import SHARD_FORMAT_VERSION
 from extractor.tables import table
 from manifest.records import ServerStart
 
-#: Lines of `sessions_table`.
+#: Maximum lines of `sessions_table`.
 MAX_LINES = 20
 
 
@@ -51,10 +51,10 @@ def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes
 
 
 def sessions_document(starts: Sequence[ServerStart]) -> list[dict[str, Any]]:
-    """The sessions of a data set, each with the starts of servers that it extracted from.
+    """The sessions of a data set, each with the server starts that it extracted from.
 
-    `canary_error`: how far its canary is from the reference (extractor/canary.py), null where it is
-    the reference. `accepted`: the facts that the user let change with it.
+    `canary_error`: the error of the start's canary against the reference (extractor/canary.py);
+    null if it is the reference. `accepted`: the facts that the user allowed to change here.
     """
     sessions: dict[int, list[dict[str, Any]]] = {}
     for start in starts:
@@ -73,7 +73,7 @@ def sessions_document(starts: Sequence[ServerStart]) -> list[dict[str, Any]]:
 
 
 def sessions_table(starts: Sequence[ServerStart]) -> str:
-    """What served each session, one line for consecutive starts that were alike."""
+    """A table of the servers behind each session; equal consecutive starts share a line."""
     lines: list[tuple[list[int], str]] = []
     for start in starts:
         facts = start.facts

@@ -309,8 +309,10 @@ async def _preflight(
 
 
 async def _probe(members: Sequence[Member], provenance: Provenance, *, run_id: str) -> None:
-    """See the canary's dump of each server that is up, and record its start. Raises the first
-    error of one."""
+    """Check the canary of each server that is up and record its start.
+
+    Raises the first error of any server.
+    """
     up = [(member.client, member.target) for member in members if member.target is not None]
     try:
         async with asyncio.TaskGroup() as tasks:
