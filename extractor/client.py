@@ -154,7 +154,7 @@ class Client:
             is_silent = isinstance(error, TimeoutError) and not is_unreached
             return Failure(
                 reason=Reason.SERVER_ERROR,
-                detail=f"no whole answer in {self._request_timeout_s:g} s (--request-timeout)"
+                detail=f"no complete reply in {self._request_timeout_s:g} s (--request-timeout)"
                 if is_silent
                 else transport_problem(error),
                 is_transport=not is_silent,

@@ -150,7 +150,7 @@ class Audit:
             lines.append(f"  … and {hidden:,} more: --json lists them")
         if self.writer is not None:
             lines.append(
-                f"process {self.writer} is writing this data set: what it has not finished is no "
+                f"process {self.writer} is writing this data set: unfinished work is not "
                 "damage; verify again when it has ended"
             )
         lines.append("clean" if self.is_clean else counted(self.counts.total(), "finding"))

@@ -166,4 +166,4 @@ def _require_shape(value: object, example: object, name: str) -> None:
                 or isinstance(value, bool)
                 or not abs(value) < 2**63
             ):
-                raise ValueError(f"{name} is not a number, or not a sensible one")
+                raise ValueError(f"{name} is not a number within the range")

@@ -227,7 +227,7 @@ async def _run(
             if target.ready.weights is None:
                 reporter.note(
                     f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
-                    "that another checkpoint shows in the canary only: see the server's log, or "
+                    "only the canary can detect another checkpoint: see the server's log, or "
                     "upgrade hidden-state-extractor in its environment",
                     level="warning",
                 )

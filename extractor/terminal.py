@@ -49,8 +49,8 @@ def _end_process() -> None:
     """Exit at once, without waiting for threads or children; as safe as SIGKILL."""
     code = Interrupted.exit_code
     message = (
-        f"ended {signals.END_S:.0f} s after the signal, with work under way; what was not durable "
-        "yet is done again by the same command"
+        f"ended {signals.END_S:.0f} s after the signal, with work in progress; the same command "
+        "repeats what was not durable yet"
     )
 
     def tell() -> None:

@@ -42,7 +42,7 @@ def array_elements(stream: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
             if not scanner.is_begun:
                 scanner.is_begun = True  # this is the array's opening bracket
                 if chunk[:position].strip():
-                    raise ArrayFault("something stands before its beginning: remove it")
+                    raise ArrayFault("there is other data before it: remove it")
                 start = position + 1
                 continue
             element.add(chunk[start:position])
@@ -50,7 +50,7 @@ def array_elements(stream: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
             data = element.take()
             if data is None:
                 if num_elements or not is_end:
-                    raise ArrayFault("an element is missing there: remove the comma")
+                    raise ArrayFault("an element is missing: remove the comma")
             else:
                 num_elements += 1
                 yield data
@@ -58,18 +58,18 @@ def array_elements(stream: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
                 _require_end(chunk[position:], stream, chunk_bytes)
                 return
         element.add(chunk[start:])
-    raise ArrayFault("it is cut off: copy the file again")
+    raise ArrayFault("it is truncated: copy the file again")
 
 
 def _require_end(rest: bytes, stream: BinaryIO, chunk_bytes: int) -> None:
     if not rest.startswith(b"]"):
-        raise ArrayFault("a bracket is closed there that is not open: remove it")
+        raise ArrayFault("there is an unmatched closing bracket: remove it")
     rest = rest[1:]
     while not rest.strip():
         if not (rest := stream.read(chunk_bytes)):
             return
     raise ArrayFault(
-        "something stands behind its end: remove it, or give one JSON object on each line; "
+        "there is other data after it: remove it, or give one JSON object on each line; "
         "rows of lists are not supported"
     )
 

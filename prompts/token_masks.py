@@ -79,7 +79,7 @@ def _kept(row: Mapping[str, Any], num_tokens: int) -> slice:
         raise RowError(RowReason.EMPTY_PROMPT, "attention_mask is 0 throughout")
     kept = slice(int(places[0]), int(places[-1]) + 1)
     if places.size < kept.stop - kept.start:
-        detail = "attention_mask is 0 in the midst of the tokens: only padding at an end can be cut"
+        detail = "attention_mask is 0 between tokens: only padding at an end can be cut"
         raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
     return kept
 

@@ -38,7 +38,7 @@ from prompts.types import RowError, RowReason, TokenizerError
 
 GENERATION_BLOCK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RANDOM_FAULT: Final = (
-    "it draws at random (lipsum or the filter random): no prompt could be made again"
+    "it draws random values (lipsum or the filter random): prompts would not be reproducible"
 )
 #: How much of a template's own complaint a row's detail repeats.
 MAX_COMPLAINT: Final = 160

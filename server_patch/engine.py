@@ -378,7 +378,7 @@ def register_weight_hooks(
         try:
             act(*arguments)
         except Exception:
-            logger.exception("hidden states: a change of the weights cannot be followed")
+            logger.exception("hidden states: cannot record a change of the weights")
 
     def update(*_: Any, **__: Any) -> None:
         safely(before_update)

@@ -87,7 +87,7 @@ def test_a_hanging_disk_does_not_delay_the_end_of_a_run(
         assert next(line for line in process.stderr if "interrupt again" in line)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130, errors
-        assert "ended 2 s after the signal, with work under way" in errors
+        assert "ended 2 s after the signal, with work in progress" in errors
         # The directory stays locked while the run's thread may still write.
         assert errors.endswith("locked to the end\n")
         assert "Traceback" not in errors

@@ -174,7 +174,7 @@ async def test_a_reply_that_drips_ends_with_the_request_timeout() -> None:
     async with client_of(dripping, request_timeout_s=0.5) as client:
         failure = await client.generate(REQUEST)
     assert isinstance(failure, Failure)
-    assert failure.detail == "no whole answer in 0.5 s (--request-timeout)"
+    assert failure.detail == "no complete reply in 0.5 s (--request-timeout)"
     assert failure.is_unanswered
     assert not failure.is_not_counted
 

@@ -113,12 +113,12 @@ def test_files_of_all_kinds_are_numbered_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'[{"a": 1}, {"a": ', "beyond its element 1: it is cut off: copy the file again"),
-        (b'[{"a": 1}] {"a": 2}', "beyond its element 1: something stands behind its end"),
-        (b'[{"a": 1}, {"a": "]}', "beyond its element 1: it is cut off: copy the file again"),
-        (b'[{"a": 1}, ]', "beyond its element 1: an element is missing there"),
-        (b'[, {"a": 1}]', "beyond its element 0: an element is missing there"),
-        (b'[{"a": 1}}', "beyond its element 1: a bracket is closed there that is not open"),
+        (b'[{"a": 1}, {"a": ', "beyond its element 1: it is truncated: copy the file again"),
+        (b'[{"a": 1}] {"a": 2}', "beyond its element 1: there is other data after it"),
+        (b'[{"a": 1}, {"a": "]}', "beyond its element 1: it is truncated: copy the file again"),
+        (b'[{"a": 1}, ]', "beyond its element 1: an element is missing"),
+        (b'[, {"a": 1}]', "beyond its element 0: an element is missing"),
+        (b'[{"a": 1}}', "beyond its element 1: there is an unmatched closing bracket"),
         (gzip.compress(gzip.compress(b"{}")), "compressed twice"),
         ('{"text": "a"}'.encode("utf-16-le"), "UTF-16 without its mark"),
         (b'[{"a": 1}]\n[{"a": 2}]', "rows of lists are not supported"),

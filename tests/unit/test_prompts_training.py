@@ -147,7 +147,7 @@ ID_ROWS: list[tuple[str, Row, Any]] = [
     ("a half", {"mask": [0, 0.5, 1, 1]}, ("bad_loss_mask", "mask is not a flat list of 0 and 1")),
     ("text", {"completion_mask": "0011"}, ("bad_loss_mask", "completion_mask is not a flat")),
     ("long", {"assistant_masks": [1] * 5}, ("bad_loss_mask", "has 5 entries, input_ids has 4")),
-    ("a hole", {"attention_mask": [1, 0, 1, 1]}, ("unsupported_field", "in the midst")),
+    ("a hole", {"attention_mask": [1, 0, 1, 1]}, ("unsupported_field", "between tokens")),
     ("all padding", {"attention_mask": [0] * 4}, ("empty_prompt", "0 throughout")),
     ("documents", {"attention_mask": [1, 1, 2, 2]}, ("bad_input_ids", "attention_mask is not a")),
     ("packed", {"position_ids": [0, 1, 0, 1]}, ("unsupported_field", "several documents")),
