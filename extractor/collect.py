@@ -162,7 +162,7 @@ def disown(ranks: Sequence[Rank]) -> None:
     For a run that has not sent a request yet.
     """
     known = {rank.directory: rank for rank in ranks}
-    with suppress(FileNotFoundError):  # somebody else removes the directory of a dead server
+    with suppress(FileNotFoundError):  # another client removed a dead server's directory
         for directory, name in DirectoryWatch(tuple(known), is_wanted=_is_wanted).poll():
             known[directory].others[name] = None
 

@@ -18,7 +18,7 @@ MAX_LINES = 20
 
 
 def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes:
-    """Provenance as JSON; layer numbers in both conventions, so that nobody has to guess.
+    """Provenance as JSON, with layer numbers in both conventions.
 
     `boundaries`: index b is the residual stream entering layer b (Hugging Face `hidden_states[b]`).
     `layer_outputs`: the same states as outputs of layers, b - 1 (SpecForge, TorchSpec and others).

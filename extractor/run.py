@@ -161,8 +161,8 @@ async def _run_until_done(
             )
             if counters.sent:
                 # The failed rows of earlier commands were opened again; one that fails in this
-                # command, perhaps because it kills servers, is not tried for ever. Nor may a server
-                # that comes back differ from the one that the user let differ.
+                # command, perhaps because it kills servers, is not retried forever. A server that
+                # comes back must match the one that the user allowed to differ.
                 options = replace(options, retry_failed=False, allow_model_change=False)
 
 

@@ -71,7 +71,7 @@ class Fault(StrEnum):
     LOST_COPY = "lost_copy"  # the same, but the first copy ended with its connection: never dumps
     QUEUE_ABORT = "queue_abort"  # answers 200: aborted in the waiting queue
     ODD_REPLY = "odd_reply"  # answers with a field of the wrong type
-    DRIP = "drip"  # dumps, and answers a byte at a time, for ever
+    DRIP = "drip"  # dumps, and answers one byte at a time without end
     RESET = "reset"  # closes the connection without an answer
     SILENT = "silent"  # dumps, but never answers
     LATE = "late"  # dumps and answers so late that the client has tried again

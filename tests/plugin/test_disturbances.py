@@ -421,7 +421,7 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("quick_retries")
-def test_prompts_that_somebody_else_aborts_are_sent_again_at_no_cost(
+def test_prompts_that_another_client_aborts_are_sent_again_at_no_cost(
     server: Serving,
     faults: Path,
     reference: Reference,
