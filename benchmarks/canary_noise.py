@@ -1,13 +1,14 @@
-"""How far the canaries of one model are apart, and those of others: what a tolerance must allow.
+"""Measures the error between canaries of the same model and of others, to choose a tolerance.
 
     python -m benchmarks.canary_noise --server URL --dump-dir ROOT --keep FILE [--rounds 20]
     python -m benchmarks.canary_noise --server URL --dump-dir ROOT --against FILE [--rounds 20]
 
-Asks a running server with the plugin for the canary of `extractor run`, first with nothing beside
-it, then while it works on other prompts, so that the canary shares its batches. Prints the largest
-error of any state (extractor/canary.py) against the first canary: of this server, which --keep
-writes to a file, or of that file. The second form, with a server that was started in another way
-(another attention backend, another size of chunks, another checkpoint), shows what that changes.
+Sends the canary of `extractor run` to a running server with the plugin, first while the server is
+idle, then while it processes other prompts, so that the canary shares batches with them. Prints the
+largest error of any state (extractor/canary.py) against a reference: the first canary of this
+server, which --keep writes to a file, or the canary in the file of --against. Use --against with a
+server that was started differently (another attention backend, chunk size or checkpoint) to measure
+the effect.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from extractor.preflight import Target, require_probe
 from extractor.served import facts_of
 from extractor.targets import require_target
 
-#: Prompts that the server works on beside the canary, and their tokens.
+#: Number of prompts that the server processes together with the canary, and their length in tokens.
 BESIDE = 48
 BESIDE_TOKENS = 200
 
@@ -38,7 +39,7 @@ BESIDE_TOKENS = 200
 async def canaries(
     client: Client, target: Target, count: int, ids: Sequence[int] | None
 ) -> list[bytes]:
-    """That many canaries, one after another."""
+    """Request `count` canaries, one after another."""
     return [
         await require_probe(client, target, run_id=secrets.token_hex(4), canary_ids=ids)
         for _ in range(count)
@@ -47,7 +48,7 @@ async def canaries(
 
 @asynccontextmanager
 async def load(target: Target) -> AsyncIterator[None]:
-    """Other prompts with the server for the length of the block."""
+    """Keep the server busy with other prompts within the block."""
     generator = np.random.default_rng(1)
 
     async def send() -> None:
@@ -60,7 +61,7 @@ async def load(target: Target) -> AsyncIterator[None]:
             )
             await prefill_s(target.url, prompts, concurrency=BESIDE)
 
-    # Nobody waits for their dumps, so the collector removes them.
+    # Their dumps are not awaited, so the collector removes them.
     collector = Collector(target.ranks, rid_prefix="xtr-bench-")
     tasks = [asyncio.create_task(send()), asyncio.create_task(collector.run())]
     try:

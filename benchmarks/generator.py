@@ -59,6 +59,7 @@ class Generator(FakeServer):
             boot_id=self.boot_id,
             rank=0,
             counter=counter,
+            weights=self.model.weights,
         )
         row_bytes = 2 * sum(layout.state_width(name) for name in layout.state_names)
         size = len(ids) * row_bytes

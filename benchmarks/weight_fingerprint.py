@@ -1,12 +1,11 @@
-"""What the fingerprint of the weights costs: bytes/s, and memory besides the weights.
+"""Measures the speed and the extra memory of the weight fingerprint.
 
     python -m benchmarks.weight_fingerprint [--device cuda] [--gigabytes 60]
 
-Makes tensors of random bytes, large ones (`--tensor-megabytes`) and as many small ones, and
+Creates tensors of random bytes, large ones (`--tensor-megabytes`) and as many small ones, and
 computes their fingerprint as the plugin does at load. The baseline, in the same run, is torch's
 fastest pass over the same bytes: the sum of each tensor as 64-bit integers. Rounds are interleaved.
-Prints the medians as JSON, with the peak of the memory that the fingerprint took besides the
-weights (on a GPU only).
+Prints the medians as JSON, and on a GPU the peak of the extra memory that the fingerprint used.
 
 Exit status 1 if the fingerprint differs between rounds, or does not change with one bit.
 """
@@ -25,7 +24,7 @@ from server_patch.fingerprint import fingerprint
 
 
 def make_model(*, size_bytes: int, tensor_bytes: int, device: str) -> torch.nn.Module:
-    """Tensors of random bytes: large ones, each with a small one as a norm would be."""
+    """A model of random bytes: large tensors, each with a small one, like a norm's weight."""
     model = torch.nn.Module()
     generator = torch.Generator(device).manual_seed(0)
     left = size_bytes
@@ -44,7 +43,7 @@ def make_model(*, size_bytes: int, tensor_bytes: int, device: str) -> torch.nn.M
 
 
 def timed(work: Callable[[], object], device: str) -> tuple[float, int]:
-    """Seconds, and the peak of the bytes allocated while it ran (0 on the CPU)."""
+    """Run `work`; return its seconds and the peak of allocated bytes (0 on the CPU)."""
     on_gpu = torch.device(device).type == "cuda"
     before = 0
     if on_gpu:
@@ -61,7 +60,7 @@ def timed(work: Callable[[], object], device: str) -> tuple[float, int]:
 
 
 def sum_all(model: torch.nn.Module) -> int:
-    """The baseline: every byte is read once, and nothing else is done."""
+    """The baseline: read every byte once and only sum."""
     sums = [buffer.view(torch.int64).sum() for buffer in model.buffers()]
     return int(torch.stack(sums).sum())
 

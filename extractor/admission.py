@@ -110,9 +110,10 @@ class Admission:
 
 
 def token_bound(policy: Policy, limits: Limits | None) -> TokenBound:
-    """What rows are rendered within, so that one that is far too long takes no memory.
+    """The bound that rows are rendered within, so that overlong rows cannot exhaust memory.
 
-    `Admission`, which knows each prompt's length, decides; this only spares what it would refuse.
+    `Admission` decides, because it sees each prompt's exact length. The bound only saves the work
+    of rendering rows that `Admission` would reject.
     """
     longest = _longest(policy, limits)
     if longest is None:

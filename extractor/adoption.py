@@ -28,9 +28,9 @@ def find_adoptable(
     is_fit: Callable[[Ready], bool],
     is_wanted: Callable[[int], bool],
 ) -> Adoptable:
-    """The dumps of this run under `ranks` whose rows are wanted and whose layout fits.
+    """This run's dumps under `ranks` whose rows are wanted and whose layout matches.
 
-    `is_fit`: whether rows that this writer computed may be stored."""
+    `is_fit`: whether rows that a writer computed may be stored."""
     by_rid: dict[str, list[DumpPiece]] = {}
     for rank in ranks:
         if Layout.of(rank.ready) != layout or not is_fit(rank.ready):

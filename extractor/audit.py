@@ -1,7 +1,7 @@
 """`extractor verify`: proves a data set from its shards and its manifest alone.
 
-Both are untrusted here: every value is checked before it is used, sizes are compared with the file
-before anything is read into memory, and what cannot be read is a finding like any other.
+Both are untrusted: every value is checked before it is used, sizes are compared with the file
+before anything is read into memory, and unreadable data is reported as a finding.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 
 
 def open_manifest(out: Path) -> Store:
-    """The manifest of a data set, for reading. Raises as `audit` does, and ManifestDamaged."""
+    """Open the manifest of a data set, read-only. Raises as `audit` does, and ManifestDamaged."""
     require_manifest(out)
     store = Store.open_read_only(out / MANIFEST_NAME)
     try:
@@ -61,10 +61,10 @@ def open_manifest(out: Path) -> Store:
 def audit(out: Path, *, fast: bool = False, progress: Progress = lambda _: None) -> Audit:
     """Check a data set. `fast` leaves out the states' bytes: digests and finiteness.
 
-    Whatever the files hold, the result says what is wrong with them. Raises ManifestMissing where
-    there is no data set, ManifestError for one of a newer version.
+    Damage of any kind is reported in the result. Raises ManifestMissing if there is no data set,
+    ManifestError for a manifest of a newer version.
     """
-    # The writer before the manifest: it may end while that is read.
+    # Look for a writer before reading the manifest: it may exit in the meantime.
     found = Audit(is_fast=fast, writer=writer_of(out))
     try:
         store = open_manifest(out)
@@ -107,7 +107,7 @@ class _Auditor:
             self._check_rows,
         ):
             self._survives(step)
-        if is_sound:  # else sums over all rows may lead in circles
+        if is_sound:  # in a damaged file, sums over all rows may never end
             self._survives(self._check_sums)
         self._survives(self._check_samples)
         self._check_unknown_files()
@@ -115,7 +115,7 @@ class _Auditor:
             self._find(FindingKind.LIVE_DAMAGED, problem)
 
     def _survives(self, step: Callable[[], None]) -> bool:
-        """Whether a step came to its end without a finding about the manifest itself."""
+        """Whether a step completed without a finding about the manifest itself."""
         before = self._audit.counts[FindingKind.MANIFEST_DAMAGED]
         try:
             step()
@@ -187,7 +187,7 @@ class _Auditor:
                 self._find(FindingKind.MANIFEST_DAMAGED, str(shard))
                 continue
             if shard.name != (name := shard_name(shard.number)):
-                # Not opened by the name that it has here: that may lead anywhere.
+                # Do not open the file under the recorded name: it may point anywhere.
                 self._find(
                     FindingKind.MANIFEST_DAMAGED,
                     f"shards, row {shard.number}: name is {shown(shard.name)}, must be {name}",
@@ -238,7 +238,7 @@ class _Auditor:
             )
 
     def _problem_of(self, row: Row, place: tuple[int, int], shards: set[int]) -> str | None:
-        """What is wrong with a row that can be read."""
+        """The problem with a row whose columns decode; None if there is none."""
         if row.source >= self._num_sources:
             return f"source is {row.source}, there are {self._num_sources}"
         if row.line < 1 or (row.source, row.line) < place:
@@ -262,7 +262,7 @@ class _Auditor:
         return None
 
     def _check_samples(self) -> None:
-        """Everything of which the shape must be known."""
+        """Run the checks that need the identity: provenance, shards and their samples."""
         fields: dict[str, object] = {}
         for record in self._store.checked_identity():
             if isinstance(record, Damage):
@@ -303,7 +303,7 @@ class _Auditor:
         data = dataset_document(identity, self._starts)
         expected = orjson.loads(data)
         if not self._starts:
-            # Written before starts were recorded: the manifest does not hold these.
+            # An older version wrote it and recorded no starts: the manifest lacks these fields.
             for name in ("engine_version", "tool_version", "sessions"):
                 expected.pop(name)
                 document.pop(name, None)

@@ -1,14 +1,14 @@
-"""The canary: one prompt whose states a data set keeps, computed again by each start of a server.
+"""The canary: a prompt whose states a data set keeps and every server start computes again.
 
-A fingerprint proves that the weights are the same bytes; the canary proves that they, and all else
-that nobody thought of naming, still give the same states. Pure.
+A fingerprint proves that the weights are the same bytes. The canary proves that the weights, and
+everything else the fingerprint and the recorded settings miss, still give the same states. Pure.
 
-Two correct computations of the same states differ by rounding, and the more so the more layers lie
-before them. The error of a token is |a - b| / |b|, Euclidean norms over the hidden size; that of a
-state is what four fifths of the canary's tokens stay below. Single tokens do not count, because a
-rounding error can send them to another expert of a mixture; a median would hide what changes the
-later tokens only, such as another KV cache. docs/provenance.md has the measurements behind the
-tolerances.
+Two correct computations of the same states differ by rounding, and the difference grows with the
+number of layers. The error of a token is |a - b| / |b|, with Euclidean norms over the hidden size.
+The error of a state is the 80th percentile over the canary's tokens. The maximum is too strict: a
+rounding error can route a single token to another expert of a mixture. The median is too lenient:
+it hides a change that affects later tokens only, such as another KV cache dtype.
+docs/provenance.md has the measurements behind the tolerances.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from server_patch.dump_format import DumpHeader, decode_header, encode_header
 
 NUM_TOKENS: Final = 24
 RID: Final = "canary"
-#: Largest error of any state, by the dtype of the states.
+#: Largest accepted error of any state, by the dtype of the states.
 TOLERANCES: Final[Mapping[str, float]] = {"F32": 0.002, "F16": 0.02, "BF16": 0.08}
 _QUANTILE: Final = 0.8  # of the tokens' errors
 #: Below this, ids are ordinary text in every vocabulary; multimodal placeholders come later.
@@ -35,10 +35,10 @@ _STEP: Final = 7919  # a prime, so that ids do not repeat
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """How far two canaries are apart."""
+    """The difference between two canaries."""
 
-    error: float  # largest of any state
-    state: str  # the one that has it, such as "h[16]" or "last"
+    error: float  # the largest error of any state
+    state: str  # the state with that error, such as "h[16]" or "last"
     tolerance: float
 
     @property
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def canary_ids(*, vocab_size: int, max_tokens: int) -> npt.NDArray[np.int32]:
-    """Tokens of a new canary, int32 [at most NUM_TOKENS]; they depend on the arguments alone."""
+    """The tokens of a new canary, int32 [at most NUM_TOKENS]; a function of the arguments alone."""
     numbers = np.arange(1, min(NUM_TOKENS, max_tokens) + 1, dtype=np.int64) * _STEP
     span = min(vocab_size, _COMMON_IDS)
     if span <= 2 * _FIRST_ID:
@@ -62,9 +62,10 @@ def canary_ids(*, vocab_size: int, max_tokens: int) -> npt.NDArray[np.int32]:
 
 
 def encode_canary(header: DumpHeader, tensors: Mapping[str, bytes]) -> bytes:
-    """A canary as the manifest keeps it: a dump of all its rows.
+    """Encode a canary as the manifest keeps it: one dump of all its rows.
 
-    `header`: of any of its pieces. `tensors`: name -> bytes of all rows, `input_ids` among them.
+    `header`: the header of any of its pieces. `tensors`: name -> bytes of all rows, including
+    `input_ids`.
     """
     rows = len(tensors["input_ids"]) // 4
     whole = replace(header, rid=RID, start=0, rows=rows, counter=0)
@@ -72,16 +73,16 @@ def encode_canary(header: DumpHeader, tensors: Mapping[str, bytes]) -> bytes:
 
 
 def ids_of(canary: bytes) -> npt.NDArray[np.int32]:
-    """The tokens of a kept canary, int32 [N]. Raises DumpFormatError."""
+    """The tokens of an encoded canary, int32 [N]. Raises DumpFormatError."""
     span = decode_header(canary, file_bytes=len(canary)).tensors["input_ids"]
     return np.frombuffer(canary[span.begin : span.end], dtype="<i4").astype(np.int32)
 
 
 def compare(reference: bytes, found: bytes) -> Comparison:
-    """How far `found` is from `reference`, both encoded. Raises DumpFormatError.
+    """Compare two encoded canaries. Raises DumpFormatError.
 
-    A state that is not finite in the reference is left out; where only `found` has one, the error
-    is infinite.
+    Tokens whose reference state is not finite are left out. The error is infinite if the layouts
+    differ, or if `found` alone has a state that is not finite.
     """
     dtype = decode_header(reference, file_bytes=len(reference)).header.dtype
     before, now = _states(reference), _states(found)

@@ -41,9 +41,9 @@ from manifest.states import Reason
 API_KEY_VARIABLE = "EXTRACTOR_API_KEY"
 #: A reply to one token is a few hundred bytes; more means the server sends states as JSON.
 MAX_REPLY_BYTES = 1 << 20
-#: /server_info is some 20 KiB, and more with many data-parallel ranks.
+#: /server_info takes about 20 KiB, and more with many data-parallel ranks.
 MAX_INFO_BYTES = 16 << 20
-#: The least that a server can say of its longest prompt: one token, and one to generate.
+#: The smallest context length that a server can report: one prompt token, one generated token.
 MIN_CONTEXT_TOKENS = 2
 #: Below SGLang's own 5 s, so that we never send on a connection it is about to close.
 KEEP_ALIVE_S = 3.0
@@ -88,7 +88,7 @@ class ServerFacts:
     max_input_tokens: int | None  # prompts of this length and more are refused or cut
     max_requests: int | None  # in flight that it can make use of: running and queued
     version: str
-    weight_version: str | None = None  # the engine's label of its weights
+    weight_version: str | None = None  # the engine's label for its weights
 
 
 class Client:
@@ -99,7 +99,7 @@ class Client:
         self._request_timeout_s = request_timeout_s
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
-        self.silence = f"no server answers at {self.url}."  # and why, once it was asked
+        self.silence = f"no server answers at {self.url}."  # with the cause after a request
 
     async def __aenter__(self) -> Self:
         headers = {"Content-Type": "application/json"}  # of whatever has a body
@@ -113,8 +113,8 @@ class Client:
                 limit=self._concurrency + 4,
                 keepalive_timeout=KEEP_ALIVE_S,
             ),
-            # A total: a server that sends a byte now and then would hold the request for ever. To
-            # connect takes less, so that it is known of a request whether it was sent.
+            # A total timeout, since a server that sends a byte now and then could hold a request
+            # for ever. The connect timeout is shorter, to know whether a request was sent.
             timeout=aiohttp.ClientTimeout(
                 total=self._request_timeout_s,
                 sock_connect=min(CONNECT_TIMEOUT_S, self._request_timeout_s / 2),
@@ -137,8 +137,8 @@ class Client:
         """Send one prompt; what the server says of it, or why this attempt failed.
 
         A failure of the transport or the server is a value here: one bad prompt must not end
-        the others. Raises nothing but cancellation, and UsageError where this process may open no
-        further connection.
+        the others. Raises only cancellation, and UsageError if this process cannot open another
+        connection.
         """
         try:
             async with self._http.post(f"{self.url}/generate", data=request.to_json()) as response:
@@ -154,7 +154,7 @@ class Client:
             is_silent = isinstance(error, TimeoutError) and not is_unreached
             return Failure(
                 reason=Reason.SERVER_ERROR,
-                detail=f"no whole answer in {self._request_timeout_s:g} s (--request-timeout)"
+                detail=f"no complete reply in {self._request_timeout_s:g} s (--request-timeout)"
                 if is_silent
                 else transport_problem(error),
                 is_transport=not is_silent,
@@ -185,8 +185,8 @@ class Client:
             pass
 
     async def facts(self) -> ServerFacts:
-        """What the server is. Raises ServerUnreachable, BadAddress, PluginError for another kind of
-        server."""
+        """The server's description of itself. Raises ServerUnreachable, BadAddress, and PluginError
+        if it is not a SGLang server."""
         model = await self._get("/model_info")
         info = await self._get("/server_info")
         try:
@@ -210,9 +210,9 @@ class Client:
             ) from error
 
     async def is_answering(self) -> bool:
-        """Whether the server answers at all; if not, `silence` says why. Asks nothing of its model.
+        """Whether the server answers HTTP requests; if not, `silence` holds the reason.
 
-        Raises BadAddress where waiting cannot help.
+        Does not run the model. Raises BadAddress if waiting cannot help.
         """
         try:
             await self._get("/model_info", timeout_s=5.0)
@@ -286,7 +286,7 @@ class Client:
             raise PluginError(f"{self.url}{path}: {error}. Not a SGLang server?") from error
 
     async def _unreached(self, error: Exception) -> ExtractorError:
-        """What it means that a question was not answered."""
+        """The error to raise for a request that got no answer."""
         if (limit := own_limit(error)) is not None:
             return limit
         if (problem := await lasting_problem(self.url, error)) is not None:
@@ -321,7 +321,10 @@ async def clients_of(
 async def wait_until_answering(
     clients: Sequence[Client], *, timeout_s: float, poll_s: float = 0.5
 ) -> bool:
-    """Whether any of the servers answered within `timeout_s`. Raises BadAddress of one at once."""
+    """Whether any of the servers answered within `timeout_s`.
+
+    Raises BadAddress at once if an address cannot work.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not any(await asyncio.gather(*(client.is_answering() for client in clients))):
@@ -332,7 +335,7 @@ async def wait_until_answering(
 
 
 async def _bounded(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, bool]:
-    """The body, up to `most` bytes of it, and whether that is all."""
+    """The first `most` bytes of the body, and whether they are all of it."""
     data = bytearray()
     while len(data) <= most and (block := await response.content.read(most + 1 - len(data))):
         data += block
@@ -352,7 +355,7 @@ def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
         )
     if optional(mapping, document, "meta_info.finish_reason") is not None:
         if text(document, "meta_info.finish_reason.type") == "abort":
-            # What was never begun has no figures.
+            # A request that was aborted before it began has no token counts.
             message = optional(text, document, "meta_info.finish_reason.message")
             return abort_failure(
                 optional(

@@ -27,7 +27,7 @@ from server_patch.dump_format import (
 
 #: An error record is a few hundred bytes.
 MAX_ERROR_BYTES = 1 << 20
-#: Names of other runs' files that are kept beyond those that are there.
+#: Names of other runs' removed files to keep before they are purged.
 MAX_STALE_NAMES = 1000
 
 
@@ -37,8 +37,8 @@ class Rank:
 
     directory: Path
     ready: Ready
-    #: Files of other runs, by name -> the run. Their headers are read once, whoever watches: a
-    #: writer uses no name twice.
+    #: Files of other runs: name -> run. All watchers share it, so each header is read once; a
+    #: writer never reuses a name.
     others: dict[str, str | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -87,9 +87,9 @@ class DumpWatcher:
         whole_bytes: int = 0,
         is_skipping: bool = False,
     ) -> None:
-        """`rid_prefix`: files of other rids are not reported. `whole_bytes`: dumps of no more are
-        read whole, and kept in memory with their header. `is_skipping`: what is there now is never
-        opened."""
+        """`rid_prefix`: report only files whose rid begins with it. `whole_bytes`: dumps up to this
+        size are read whole and kept in memory with their header. `is_skipping`: never open files
+        that exist now."""
         self._rid_prefix = rid_prefix
         self._run_id = run_of(rid_prefix)
         self._whole_bytes = whole_bytes
@@ -100,8 +100,10 @@ class DumpWatcher:
             self._watch.skip()
 
     def poll(self, *, most: int | None = None) -> list[tuple[Rank, Arrival]]:
-        """What appeared since the last poll. `most`: files to open; the newest are, and the others
-        are left for the next poll. Raises OSError when a directory is gone."""
+        """The files that appeared since the last poll. Raises OSError when a directory is gone.
+
+        `most`: open at most this many files, the newest first; the next poll continues.
+        """
         news = [
             (rank, name)
             for directory, name in self._watch.poll()
@@ -118,7 +120,7 @@ class DumpWatcher:
         return arrivals
 
     def report_again(self) -> None:
-        """Report everything once more, but for what was skipped; from now on headers alone."""
+        """Report every file again except skipped ones; from now on, read headers only."""
         self._whole_bytes = 0
         self._unread.clear()
         self._watch.report_again()
@@ -140,13 +142,13 @@ class DumpWatcher:
             case ErrorFile(record=record):
                 rid = record.rid
             case BrokenFile():
-                return True  # whose it is cannot be read
+                return True  # its owner cannot be read
         if self._run_id is not None and (run_id := run_of(rid)) != self._run_id:
             rank.others[name] = run_id and sys.intern(run_id)
         return rid.startswith(self._rid_prefix)
 
     def _forget_removed(self) -> None:
-        """Keep no names of others' files that their owners removed."""
+        """Purge the names of other runs' files that were removed."""
         for directory, rank in self._ranks.items():
             if len(rank.others) > self._watch.num_reported(directory) + MAX_STALE_NAMES:
                 for name in [*rank.others]:
@@ -155,10 +157,12 @@ class DumpWatcher:
 
 
 def disown(ranks: Sequence[Rank]) -> None:
-    """Take every file that is there now for another run's, without opening it: for a run that has
-    sent nothing yet."""
+    """Mark every existing file as another run's, without opening it.
+
+    For a run that has not sent a request yet.
+    """
     known = {rank.directory: rank for rank in ranks}
-    with suppress(FileNotFoundError):  # somebody else removes the directory of a dead server
+    with suppress(FileNotFoundError):  # another client removed a dead server's directory
         for directory, name in DirectoryWatch(tuple(known), is_wanted=_is_wanted).poll():
             known[directory].others[name] = None
 

@@ -28,7 +28,7 @@ from server_patch.dump_format import TEMPORARY_PREFIX, DumpHeader, Ready
 #: So small a dump is read with its header: opening it a second time would cost more than its bytes,
 #: of which no more are kept than of the prompts under way.
 WHOLE_BYTES = 64 << 10
-#: Files that are opened without a pause for what else goes on.
+#: Maximum files to open before other tasks of the event loop get a turn.
 READS_AT_ONCE = 256
 #: At the end, dumps of requests that were given up get so long to come and be removed.
 LATE_DUMPS_S = 2.0
@@ -43,7 +43,7 @@ class Collector:
     def __init__(
         self, ranks: Sequence[Rank], *, rid_prefix: str, is_skipping: bool = False
     ) -> None:
-        """`is_skipping`: nothing that is there now can be ours."""
+        """`is_skipping`: ignore all files that exist now; they cannot be ours."""
         self._ranks = tuple(ranks)
         self._watcher = DumpWatcher(
             ranks, rid_prefix=rid_prefix, whole_bytes=WHOLE_BYTES, is_skipping=is_skipping
@@ -82,16 +82,16 @@ class Collector:
                 self._remove(outcome)
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises as `poll`."""
+        """Poll until cancelled. Raises what `poll` raises."""
         while True:
             self.poll(most=READS_AT_ONCE)
             await self._watcher.wait()
 
     def poll(self, *, most: int | None = None) -> None:
-        """Take in what arrived since the last look: all of it, or `most` files.
+        """Process the files that arrived since the last poll: all of them, or at most `most`.
 
-        Raises PluginError when a dump directory is gone, ConfigMismatch when a request that is
-        waited for ran on other weights than those announced.
+        Raises PluginError when a dump directory is gone, and ConfigMismatch when a pending request
+        ran on weights other than those the server announced.
         """
         try:
             arrivals = self._watcher.poll(most=most)
@@ -192,9 +192,9 @@ def _weights_changed(header: DumpHeader, ready: Ready) -> str:
 
 
 def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str, known: Sequence[Rank] = ()) -> None:
-    """Remove the dumps with such rids that servers which have died since left under `root`.
+    """Remove the dumps with this rid prefix that dead servers left under `root`.
 
-    `known`: ranks whose files were looked at before.
+    `known`: ranks whose files were read before.
     """
     looked_at = {rank.directory: rank for rank in known}
     dead = [looked_at.get(rank.directory, rank) for rank in scan_writers(root).dead]

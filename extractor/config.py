@@ -40,7 +40,7 @@ class Layout:
 
     @classmethod
     def of(cls, ready: Ready) -> Layout:
-        """Shape of the states that a writer announced."""
+        """The layout of the states that a writer announced."""
         return cls(
             boundaries=ready.boundaries,
             hidden_size=ready.hidden_size,
@@ -63,7 +63,7 @@ class Layout:
         )
 
     def require_sound(self) -> None:
-        """Raise CorruptData where no model has such states."""
+        """Raise CorruptData if no model can have such states."""
         ascends = list(self.boundaries) == sorted(set(self.boundaries))
         if not self.boundaries or self.boundaries[0] < 0 or not ascends:
             raise CorruptData(f"boundaries must ascend and not repeat: {_shown(self.boundaries)}")
@@ -127,8 +127,10 @@ class Identity:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Identity:
-        """From what the manifest holds. Raises ConfigMismatch naming a field that it lacks,
-        CorruptData naming one that cannot be."""
+        """Read the identity from the manifest's document.
+
+        Raises ConfigMismatch naming a missing field, CorruptData naming an invalid one.
+        """
         if not document:
             raise UsageError(
                 "no run has got as far as its first prompt here; run the same command again"
@@ -168,7 +170,7 @@ class Identity:
     def _comparable(self) -> dict[str, object]:
         """Every field by name; what `reading` holds, by the options that set it."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        # A manifest from before an option existed was begun with what is now its default.
+        # A manifest older than an option was begun with what is now the option's default.
         reading = {**DEFAULT_READING, **values.pop("reading")}
         return {**values, **{_option_of(name): value for name, value in reading.items()}}
 
@@ -179,7 +181,7 @@ class Identity:
 
         `other_inputs`: in which way the inputs differ, if they do, where that is known.
         """
-        # What the server computes with may change by the user's choice: see provenance.py.
+        # provenance.py compares the server's facts, which the user may allow to change.
         before, now = begun_with._comparable(), self._comparable()
         differences = [
             f"  {name}: {out} has {_shown(before.get(name))}, this run has {_shown(now.get(name))}"
@@ -198,8 +200,8 @@ class Identity:
             )
 
 
-#: Fields of an identity that say which model a server computed with. A model that was moved is
-#: still the same one; for all else, extractor/provenance.py compares every start of a server.
+#: Fields of an identity that describe the server's model. They are not compared here, since a moved
+#: model is still the same; extractor/provenance.py compares what every server start announced.
 _OF_THE_SERVER = ("model", "architecture", "config_digest", "quantization")
 
 
@@ -226,7 +228,7 @@ class RunOptions:
     layers: str | None = None  # eagle3, or boundary indices as in "3,31,59"
     last_kind: str | None = None
     retry_failed: bool = False  # rows that an earlier session gave up are tried again
-    allow_model_change: bool = False  # go on with a server that computes something else
+    allow_model_change: bool = False  # continue with a server that computes other states
     # What the prompts are; part of the data set's identity.
     reading: ReadingOptions = DEFAULTS
     policy: Policy = DEFAULT_POLICY
@@ -242,7 +244,7 @@ class RunOptions:
         # As the clients write them, so that two spellings are one.
         urls = tuple(url.rstrip("/") for url in self.server_urls)
         object.__setattr__(self, "server_urls", urls)
-        # Not `Path.resolve`: it raises for links that lead in a circle, which are told later.
+        # Not `Path.resolve`, which raises for symlink loops; a later check reports those.
         if Path(realpath(self.out)).is_relative_to(realpath(self.dump_root)):
             raise UsageError(
                 f"--out {self.out} lies in the dump directory {self.dump_root}, which is cleaned "
@@ -296,9 +298,9 @@ def require_url(url: str) -> None:
         parts = urlsplit(url)
         is_good = parts.scheme in ("http", "https") and is_host(parts.hostname or "")
         is_good = is_good and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:  # a port that is none, half of a pair of brackets
+    except ValueError:  # an invalid port, an unmatched bracket
         is_good = False
-    if "@" in url.partition("//")[2].partition("/")[0]:  # not repeated: it may hold a password
+    if "@" in url.partition("//")[2].partition("/")[0]:  # not quoted: it may hold a password
         raise UsageError("--server: no user or password in the address; EXTRACTOR_API_KEY is sent")
     if not is_good:
         raise UsageError(
@@ -308,7 +310,7 @@ def require_url(url: str) -> None:
 
 
 def is_host(name: str) -> bool:
-    """Whether `name` may be a host's name or IP address.
+    """Whether `name` is a valid host name or IP address.
 
     >>> [is_host(name) for name in ("::1", "10.0.0.7", "gpu-1.lan", "256.1.1.1", "-x-", "a b", "")]
     [True, True, True, False, False, False, False]
@@ -320,14 +322,14 @@ def is_host(name: str) -> bool:
         pass
     try:
         labels = name.encode("idna").decode().removesuffix(".").split(".")
-    except UnicodeError:  # empty or too long a label
+    except UnicodeError:  # an empty or overlong label
         return False
-    # A last label of digits is that of an IPv4 address, and then of a wrong one.
+    # A numeric last label means an IPv4 address, here an invalid one.
     return all(map(_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
 
 
 def url_host(name: str) -> str:
-    """A host as a URL has it.
+    """Format a host for a URL.
 
     >>> url_host("::1"), url_host("gpu-1")
     ('[::1]', 'gpu-1')
@@ -342,7 +344,7 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-#: Whether a value of JSON fits a field of the identity, by the field's type.
+#: Checks whether a JSON value fits a field of the identity, by the field's type.
 _FITS: Mapping[str, Callable[[object], bool]] = {
     "str": lambda value: isinstance(value, str),
     "str | None": lambda value: value is None or isinstance(value, str),

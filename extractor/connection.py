@@ -1,7 +1,8 @@
-"""Why a server cannot be reached, and whether waiting may help.
+"""Explains why a server cannot be reached, and whether waiting may help.
 
-A refused connection, a silent host and an unknown host name may heal: the server may be starting, a
-name may appear. A certificate that is not trusted and a port that speaks something else do not.
+Waiting may help with a refused connection, a silent host and an unknown host name: the server may
+be starting, or DNS may catch up. It does not help with an untrusted certificate or a port that
+speaks another protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CERTIFICATES_VARIABLE: Final = "SSL_CERT_FILE"
 _PROXY_VARIABLES: Final = ("http_proxy", "https_proxy", "all_proxy")
 _TLS_TRIAL_S: Final = 5.0
 
-#: OpenSSL's reasons, where they say more than that TLS failed.
+#: OpenSSL's reasons that are more specific than "TLS failed".
 _NOT_TLS: Final = (
     "WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNKNOWN_PROTOCOL",
     "HTTP_REQUEST",
@@ -39,7 +40,7 @@ _WANTS_CERTIFICATE: Final = (
 
 
 def own_limit(error: BaseException) -> ExtractorError | None:
-    """The error to raise where it is this process that can open no connection; else None."""
+    """The error to raise if this process cannot open any connection; else None."""
     system = getattr(error, "os_error", error)
     if isinstance(system, OSError) and system.errno in LIMIT_ERRNOS:
         return storage_error(OSError(system.errno, os.strerror(system.errno)))
@@ -47,7 +48,7 @@ def own_limit(error: BaseException) -> ExtractorError | None:
 
 
 def detail_of(error: Exception) -> str:
-    """The system's, OpenSSL's or the HTTP library's own words, the most telling ones."""
+    """The most specific message: of the operating system, OpenSSL or the HTTP library."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         certificate = error.certificate_error
         return getattr(certificate, "verify_message", "") or str(certificate)
@@ -65,7 +66,7 @@ def detail_of(error: Exception) -> str:
 
 
 async def lasting_problem(url: str, error: Exception) -> str | None:
-    """What is wrong with `url`, and what to do about it; None where waiting may help."""
+    """A permanent problem with `url` and its fix, as text; None if waiting may help."""
     detail = detail_of(error)
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return f"{url}: the server's certificate is not trusted ({detail}). {_about_certificates()}"
@@ -77,13 +78,13 @@ async def lasting_problem(url: str, error: Exception) -> str | None:
     if url.startswith("http://") and isinstance(error, closes) and await _speaks_tls(url):
         return f"{url}: that port speaks TLS. Write the address as https://{url[7:]}"
     if isinstance(error, aiohttp.ClientResponseError) and error.status == 400:
-        # The HTTP library's own, where the reply cannot be parsed.
+        # The HTTP library sets this status itself when it cannot parse the reply.
         return f"{url} does not speak HTTP/1.1 ({detail}): is it the port of another service?"
     return None
 
 
 def about_proxies() -> str:
-    """A hint for where no connection comes about though the environment names a proxy."""
+    """A hint for failed connections: proxies that the environment names are not used."""
     found = [
         name
         for variable in _PROXY_VARIABLES

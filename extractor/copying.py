@@ -89,7 +89,10 @@ def check_tokens(prompt: Prompt, piece: DumpPiece) -> None:
 
 
 def tensor_bytes(piece: DumpPiece, name: str) -> bytes:
-    """One tensor of a piece's dump, whole. Raises SampleFault when the dump vanished or was cut."""
+    """All bytes of one tensor of a piece's dump.
+
+    Raises SampleFault when the dump has vanished or is truncated.
+    """
     span = piece.handle.dump.tensors[name]
     data = bytearray(span.size_bytes)
     with _opened(piece) as source, _still_whole(piece):

@@ -13,12 +13,12 @@ from extractor.shard_format import SHARD_FORMAT_VERSION
 from extractor.tables import table
 from manifest.records import ServerStart
 
-#: Lines of `sessions_table`.
+#: Maximum lines of `sessions_table`.
 MAX_LINES = 20
 
 
 def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes:
-    """Provenance as JSON; layer numbers in both conventions, so that nobody has to guess.
+    """Provenance as JSON, with layer numbers in both conventions.
 
     `boundaries`: index b is the residual stream entering layer b (Hugging Face `hidden_states[b]`).
     `layer_outputs`: the same states as outputs of layers, b - 1 (SpecForge, TorchSpec and others).
@@ -51,10 +51,10 @@ def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes
 
 
 def sessions_document(starts: Sequence[ServerStart]) -> list[dict[str, Any]]:
-    """The sessions of a data set, each with the starts of servers that it extracted from.
+    """The sessions of a data set, each with the server starts that it extracted from.
 
-    `canary_error`: how far its canary is from the reference before it (extractor/canary.py), null
-    for the first. `accepted`: the facts that the user let change with it.
+    `canary_error`: the error of the start's canary against the one before it (extractor/canary.py);
+    null if there was none. `accepted`: the facts that the user allowed to change here.
     """
     sessions: dict[int, list[dict[str, Any]]] = {}
     for start in starts:
@@ -73,7 +73,7 @@ def sessions_document(starts: Sequence[ServerStart]) -> list[dict[str, Any]]:
 
 
 def sessions_table(starts: Sequence[ServerStart]) -> str:
-    """The servers of each session, one line for consecutive starts with equal facts."""
+    """A table of the servers behind each session; equal consecutive starts share a line."""
     lines: list[tuple[list[int], str]] = []
     alike: object = None
     for start in starts:

@@ -21,9 +21,9 @@ from inotify_simple import INotify, flags
 
 #: Between two listings.
 LISTING_INTERVAL_S = 1.0
-#: A listing that takes longer (some 10,000 files) is made less often, in proportion.
+#: Slower listings (about 10,000 files) are made proportionally less often.
 LISTING_COST_S = 0.02
-#: Where the kernel tells nothing: pauses between listings, in multiples of what a listing takes.
+#: Without inotify: the pause between listings, as a multiple of a listing's duration.
 LISTING_PAUSES = 4
 #: Between two looks while something arrives: a look costs as much as reading several headers.
 BUSY_INTERVAL_S = 0.005
@@ -44,7 +44,7 @@ class DirectoryWatch:
         self._reported: dict[Path, set[str]] = {path: set() for path in directories}
         self._skipped: dict[Path, frozenset[str]] = {path: frozenset() for path in directories}
         self._listed_at = -float("inf")
-        self._listing_s = 0.0  # the last listing took
+        self._listing_s = 0.0  # duration of the last listing
         self._found_any = False
         self._watched: dict[int, Path] = {}
         self._notify: INotify | None = None
@@ -82,22 +82,22 @@ class DirectoryWatch:
         return news
 
     def skip(self) -> None:
-        """Never report what is there now."""
-        with suppress(FileNotFoundError):  # the next poll misses it too
+        """Never report the files that exist now."""
+        with suppress(FileNotFoundError):  # the next poll raises it again
             self.poll()
         self._skipped = {path: frozenset(names) for path, names in self._reported.items()}
 
     def report_again(self) -> None:
-        """Report everything that is there once more, but for what was skipped."""
+        """Report every existing file again, except skipped ones."""
         self._reported = {path: set(names) for path, names in self._skipped.items()}
         self._listed_at = -float("inf")
 
     def is_reported(self, directory: Path, name: str) -> bool:
-        """Whether `name` was reported and, at the last listing, was there."""
+        """Whether `name` was reported and still existed at the last listing."""
         return name in self._reported[directory]
 
     def num_reported(self, directory: Path) -> int:
-        """The number of such names."""
+        """The number of names for which `is_reported` is true."""
         return len(self._reported[directory])
 
     async def wait(self) -> None:

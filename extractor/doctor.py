@@ -162,7 +162,7 @@ def _versions() -> Check:
 
 
 def _open_files() -> Check:
-    # A run raises its soft limit to the hard one by itself.
+    # A run raises its own soft limit, up to the hard limit.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
         return Check(

@@ -230,7 +230,7 @@ async def _measured(
     clients: Sequence[Client], prompts: Sequence[Prompt], concurrency: int
 ) -> Speed | None:
     """The servers' prefill speed, from as many of the prompts as they take in `PROBE_S`."""
-    # Several dry runs may ask one server at the same time, which takes no rid twice.
+    # Several dry runs may use one server at the same time, and it rejects duplicate rids.
     rid = f"{PROBE_RID}-{secrets.token_hex(4)}"
     waiting = deque(enumerate(prompts))
     num_tokens = num_prompts = 0

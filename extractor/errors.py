@@ -2,11 +2,11 @@
 
 ```
 ExtractorError
-├── UsageError          exit 2   the command, a file, a limit or a right; a person must change it
+├── UsageError          exit 2   the command, a file, a limit or a permission; the user must fix it
 │   ├── ConfigMismatch           the output directory holds another run's data
 │   ├── OutputBusy               another process writes the output directory
 │   ├── BadAddress               the server's address cannot work: its host, HTTP or TLS
-│   ├── BadDumpDir               no server ever dumped under the --dump-dir that was named
+│   ├── BadDumpDir               no server has ever dumped under the given --dump-dir
 │   └── MissingExtra             a package of an optional extra is not installed
 ├── ServerError         exit 3   the server or its plugin; rows stay resumable
 │   ├── ServerUnreachable
@@ -21,10 +21,10 @@ ExtractorError
 
 The leaf packages keep a class of their own each (`LEAF_ERRORS`), mapped to exit codes here.
 
-A failed system call becomes a SpaceError or a UsageError by `manifest.causes`, the table of errnos.
-One that is not in the table is a UsageError with its own name where it concerns the files of a data
-set: status 1 would read as "finished, with failed rows", and 3 or 4 would invite a scheduler to try
-again what nobody has looked at. Anywhere else it is a defect, with a traceback.
+`manifest.causes`, the table of errnos, turns a failed system call into a SpaceError or a
+UsageError. An errno that is not in the table is a UsageError that shows its name, if it concerns
+the files of a data set: status 1 would mean "finished, with failed rows", and 3 or 4 would make a
+scheduler retry a failure that needs a look first. Anywhere else it is a bug, with a traceback.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class OutputBusy(UsageError):
 
 
 class BadAddress(UsageError):
-    """The server's address cannot work, however long one waits: its host, HTTP or TLS."""
+    """The server's address cannot work, and waiting does not help: its host, HTTP or TLS."""
 
 
 class BadDumpDir(UsageError):
-    """No server ever dumped under the --dump-dir that was named, or it cannot be read."""
+    """No server has ever dumped under the given --dump-dir, or it cannot be read."""
 
 
 class MissingExtra(UsageError):
@@ -133,9 +133,9 @@ LEAF_ERRORS: Final[tuple[tuple[type[Exception], int], ...]] = (
 
 
 def storage_error(error: OSError, *, where: Path | None = None) -> ExtractorError:
-    """What a failed operation on files means to their owner.
+    """The error to raise for a failed file operation.
 
-    `where`: what was worked on, for errors that do not name a file.
+    `where`: the path in question, for errors that do not name a file.
     """
     if isinstance(error.filename, str | bytes | Path) and error.filename:
         where = Path(os.fsdecode(error.filename))

@@ -258,9 +258,9 @@ class Exchange:
         return reply
 
     def _require_weight_version(self, reply: ReplyFacts) -> None:
-        """Raise ConfigMismatch, which ends the run, for a reply of other weights than at its start.
+        """Raise ConfigMismatch, which ends the run, if the weights changed since it began.
 
-        The dumps name the weights as well; this is the engine's own word.
+        The dumps name their weights as well; this checks the engine's own label.
         """
         before = self.target.facts.weight_version
         if None not in (before, reply.weight_version) and reply.weight_version != before:
@@ -274,10 +274,10 @@ class Exchange:
     async def _dump_of_copy(
         self, failure: Failure, collected: asyncio.Future[Collected]
     ) -> Failure | None:
-        """Wait for the dump of a request whose first copy is at work; None once it is there.
+        """Wait for the dump of a request whose first copy is being processed; None when it arrives.
 
-        The reply went to whoever sent that copy. The dump proves the same: its rows tile the
-        prompt, and are of its tokens.
+        The reply goes to the sender of that copy. The dump is proof enough: its rows tile the
+        prompt and carry its tokens.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._dump_timeout_s):

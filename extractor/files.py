@@ -22,8 +22,10 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a regular file; the caller closes it. Never waits for a pipe and never
-    follows a link that lies in the file's place. Raises OSError."""
+    """Open a regular file for reading; the caller closes the descriptor. Raises OSError.
+
+    Never blocks on a pipe and never follows a symbolic link at `path`.
+    """
     try:
         return open_dump(path)
     except DumpFormatError as error:
@@ -31,7 +33,7 @@ def open_regular(path: Path) -> int:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file lies there, not a link to one."""
+    """Whether `path` is a regular file, not a link to one."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
@@ -39,7 +41,7 @@ def is_regular(path: Path) -> bool:
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """The content of a small regular file. Raises OSError, also where it is larger."""
+    """Read a regular file of at most `max_bytes`. Raises OSError, also for a larger file."""
     descriptor = open_regular(path)
     try:
         if os.fstat(descriptor).st_size > max_bytes:
@@ -108,8 +110,10 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def dangling_link(path: Path) -> Path | None:
-    """The first part of `path` that is a link to nothing; None when there is none. Raises OSError
-    for a link that cannot be followed."""
+    """The first part of `path` that is a dangling symbolic link; None if there is none.
+
+    Raises OSError for a link that cannot be followed.
+    """
     for part in (*reversed(path.parents), path):
         if part.is_symlink():
             try:

@@ -13,36 +13,36 @@ from extractor.report import totals_document, totals_table
 from extractor.tables import amount, counted, table
 from manifest.records import ServerStart, Shard, Totals
 
-#: Findings that are printed; `--json` has all, up to the next number.
+#: Maximum findings to print; `--json` has all, up to MAX_FINDINGS of each kind.
 SHOWN_FINDINGS = 20
-#: Findings of one kind that are kept; further ones are counted.
+#: Maximum findings of one kind to keep; further ones are only counted.
 MAX_FINDINGS = 10_000
 _MAX_DETAIL_CHARACTERS = 1_000
 
 
 class FindingKind(StrEnum):
-    """What may be wrong with a data set: the closed list."""
+    """The closed list of problems that a data set can have."""
 
     MANIFEST_DAMAGED = "manifest_damaged"
     ROWS_UNACCOUNTED = "rows_unaccounted"  # an input row that the manifest does not have
     ROW_UNFINISHED = "row_unfinished"  # neither stored nor failed yet
     SHARD_MISSING = "shard_missing"
     SHARD_UNSEALED = "shard_unsealed"
-    SHARD_HEADER = "shard_header"  # says something else than the manifest
+    SHARD_HEADER = "shard_header"  # does not match the manifest
     SHARD_SIZE = "shard_size"
-    SHARD_DIGEST = "shard_digest"  # header or samples are others than those that were sealed
+    SHARD_DIGEST = "shard_digest"  # header or samples differ from those that were sealed
     SHARD_UNKNOWN = "shard_unknown"  # a file that the manifest does not know
     SAMPLE_OVERLAP = "sample_overlap"
     SAMPLE_SIZE = "sample_size"  # its extent does not fit its number of tokens
     SAMPLE_DIGEST = "sample_digest"
     SAMPLE_TOKENS = "sample_tokens"  # ids and mask are not those of the prompt
     SAMPLE_NONFINITE = "sample_nonfinite"
-    PROVENANCE = "provenance"  # dataset.json is missing or says something else
+    PROVENANCE = "provenance"  # dataset.json is missing or does not match the manifest
     LIVE_DAMAGED = "live_damaged"  # .live.json is not what a session writes
 
 
-#: What is wrong with a sample's own bytes, and with a shard's, which holds such a sample or is not
-#: what the manifest says. All else is settled by the next run, or by a person.
+#: Damage that a repair fixes: of a sample's bytes, and of a shard that holds such a sample or does
+#: not match the manifest. The next run, or the user, resolves the other kinds.
 _OF_A_SAMPLE = frozenset(
     {
         FindingKind.SAMPLE_SIZE,
@@ -80,7 +80,7 @@ def _no_totals() -> Totals:
 
 @dataclass(kw_only=True)
 class Damages:
-    """All that a repair needs to know."""
+    """The damaged rows, samples and shards, as a repair needs them."""
 
     rows: set[int] = field(default_factory=set)  # damaged in the manifest
     samples: set[int] = field(default_factory=set)  # damaged in their shards
@@ -89,21 +89,21 @@ class Damages:
 
 @dataclass(kw_only=True)
 class Audit:
-    """What `verify` saw."""
+    """The result of `verify`."""
 
     totals: Totals = field(default_factory=_no_totals)
     num_input_rows: int = 0
     num_shards: int = 0
-    duplicates: int = 0  # stored samples whose ids and mask another one has too
+    duplicates: int = 0  # stored samples with the same ids and mask as another
     samples_checked: int = 0
     bytes_checked: int = 0
     is_fast: bool = False
-    writer: int | None = None  # pid of a process that wrote the data set when this began
+    writer: int | None = None  # pid of the process that was writing when the audit began
     findings: list[Finding] = field(default_factory=list)  # MAX_FINDINGS of each kind
     counts: Counter[FindingKind] = field(default_factory=Counter)  # all of them
     damage: Damages = field(default_factory=Damages)
-    starts: tuple[ServerStart, ...] = ()  # of servers, as far as they can be read
-    num_unattributed: int = 0  # stored samples without a server start, of an older version
+    starts: tuple[ServerStart, ...] = ()  # server starts that can be read
+    num_unattributed: int = 0  # stored samples of an older version, without a server start
 
     @property
     def is_clean(self) -> bool:
@@ -128,7 +128,7 @@ class Audit:
         }
 
     def to_text(self) -> str:
-        """What `extractor verify` prints: rows, what was checked, and the first findings."""
+        """The output of `extractor verify`: row counts, the checks made, and the first findings."""
         unread = self.num_input_rows - self.totals.num_rows
         lines = [
             totals_table(self.totals, num_unread=max(0, unread)),
@@ -157,7 +157,7 @@ class Audit:
             lines.append(f"  … and {hidden:,} more: --json lists them")
         if self.writer is not None:
             lines.append(
-                f"process {self.writer} is writing this data set: what it has not finished is no "
+                f"process {self.writer} is writing this data set: unfinished work is not "
                 "damage; verify again when it has ended"
             )
         lines.append("clean" if self.is_clean else counted(self.counts.total(), "finding"))
@@ -180,6 +180,6 @@ class Audit:
 
 
 def _printable(text: str) -> str:
-    """A detail as it may be printed: it may quote what a damaged or hostile file holds."""
+    """A detail that is safe to print, since it may quote a damaged or hostile file."""
     text = text[:_MAX_DETAIL_CHARACTERS]
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

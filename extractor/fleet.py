@@ -46,8 +46,8 @@ from manifest.records import Moved
 from manifest.states import Event, Reason
 from prompts.types import Prompt
 
-#: Files that a run has open beside the connections for prompts: some 20, two for each mover, four
-#: for each process that tokenises, and connections to ask how a server does.
+#: Open files of a run besides the connections for prompts: about 20, two for each mover, four for
+#: each tokenizer process, and connections for health checks.
 OTHER_FILES = 128
 #: Between two looks whether a server that is away has come back.
 RETURN_PAUSE_S = 2.0
@@ -381,7 +381,7 @@ class Fleet:
 
 
 def require_connections(concurrency: int | None, *, num_servers: int) -> None:
-    """Raise UsageError where this process may not open as many connections as were asked for."""
+    """Raise UsageError if this process cannot open as many connections as --concurrency needs."""
     if concurrency is None:
         return
     most = connections_each(num_servers, wanted=concurrency)
@@ -399,7 +399,7 @@ def require_connections(concurrency: int | None, *, num_servers: int) -> None:
 def connections_each(num_servers: int, *, wanted: int = MOST_LIMIT) -> int:
     """Connections to each server that this process may have open, up to `wanted`.
 
-    Its limit of open files is raised as far as that takes and the system allows.
+    Raises the process's limit of open files if needed, up to the hard limit.
     """
     needed = wanted * num_servers + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -107,8 +107,11 @@ def read_live(out: Path) -> Live | None:
 
 
 def live_problem(out: Path) -> str | None:
-    """What is wrong with the file; None where it is whole or missing. One that a killed run left
-    is whole: nothing depends on it, and the next run replaces it."""
+    """The problem with `.live.json`; None if the file is sound or missing.
+
+    A file that a killed run left behind is sound: nothing depends on it, and the next run
+    replaces it.
+    """
     path = out / LIVE_NAME
     try:
         _read(path)
@@ -122,7 +125,7 @@ def live_problem(out: Path) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The document, of the shape that its readers rely on. Raises OSError, ValueError."""
+    """The document, in the shape that its readers expect. Raises OSError, ValueError."""
     document = orjson.loads(read_regular(path, max_bytes=_MAX_BYTES))
     _require_shape(document, _document_like(), "the document")
     return dict(document)
@@ -130,7 +133,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def _document_like() -> dict[str, Any]:
-    """A document with an example of everything."""
+    """An example document that has every field."""
     server = ServerNow(url="", is_up=True, in_flight=0, request_limit=0, num_prompts=0)
     session = session_document(Counters(servers=(server,)))
     return {
@@ -139,8 +142,8 @@ def _document_like() -> dict[str, Any]:
 
 
 def _require_shape(value: object, example: object, name: str) -> None:
-    """Raise ValueError where a value lacks something that `example` has, or it is of another type
-    or a number that is not a sensible one."""
+    """Raise ValueError if a value lacks a field of `example` or has another type, or if a number
+    is out of range."""
     match example:
         case dict():
             if not isinstance(value, dict):
@@ -163,4 +166,4 @@ def _require_shape(value: object, example: object, name: str) -> None:
                 or isinstance(value, bool)
                 or not abs(value) < 2**63
             ):
-                raise ValueError(f"{name} is not a number, or not a sensible one")
+                raise ValueError(f"{name} is not a number within the range")

@@ -21,8 +21,8 @@ LOCK_NAME = ".lock"
 def exclusive(out: Path) -> Iterator[None]:
     """Hold `out` for this process; the kernel lets go of it however the process ends.
 
-    Raises OutputBusy naming the process that holds it, UsageError where nothing can be written or
-    locked, SpaceError.
+    Raises OutputBusy naming the process that holds it, UsageError if the directory cannot be
+    written or locked, and SpaceError.
     """
     try:
         descriptor = os.open(out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
@@ -54,7 +54,7 @@ def exclusive(out: Path) -> Iterator[None]:
 
 
 def _without_locks(out: Path, error: OSError) -> ExtractorError:
-    # Whatever the file system says instead: a lock is what it does not give.
+    # A file system without locks reports one of several errnos; report all of them as ENOLCK.
     if error.errno not in NO_LOCKS_ERRNOS:
         return storage_error(error, where=out)
     number = errno.ENOLCK

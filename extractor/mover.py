@@ -70,8 +70,8 @@ class Mover:
         group_bytes: int = GROUP_BYTES,
     ) -> None:
         """`count_stored`: called once for each sample that the manifest has as stored. `server_of`:
-        boot id -> number of the server start on record. `stages`: where it is counted how long
-        things take. `group_bytes`: a group ends with the sample that reaches them."""
+        boot id -> number of the recorded server start. `stages`: counts the duration of each stage.
+        `group_bytes`: the sample that reaches this size ends its group."""
         self._group_bytes = group_bytes
         self._stages = new_stages() if stages is None else stages
         self._settings = settings
@@ -141,8 +141,9 @@ class Mover:
             if seal and self._writer is not None:
                 await self._finish(self._writer)
         finally:
-            # Before closing the file: a cancelled run may have left the thread at work on it. While
-            # it is, nobody else may have the directory; a disk that never answers ends us.
+            # Before the file is closed: after a cancellation the thread may still write to it, and
+            # the directory must stay locked until it is done. If the disk never answers, the
+            # signal handler's timer ends the process.
             await to_its_end(asyncio.to_thread(self._threads.shutdown))
             if self._writer is not None:
                 self._writer.close()

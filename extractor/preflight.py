@@ -74,15 +74,17 @@ class Target:
 
 
 async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
-    """The server's own account of itself. Raises ServerUnreachable and BadAddress with what to
-    do."""
+    """Wait for the server and return its description of itself.
+
+    Raises ServerUnreachable and BadAddress, each with the next step for the user.
+    """
     if not await wait_until_answering([client], timeout_s=wait_s):
         raise unreachable([client])
     return await client.facts()
 
 
 def unreachable(clients: Sequence[Client]) -> ServerUnreachable:
-    """The error for when none of the servers answers, with the reason that each had last."""
+    """The error to raise when none of the servers answers, with the last reason of each."""
     reasons = " ".join(client.silence for client in clients)
     return ServerUnreachable(
         f"{reasons} Start one with `extractor serve --model …`, "
@@ -172,10 +174,10 @@ def limits_of(facts: ServerFacts, ready: Ready) -> Limits:
 async def require_probe(
     client: Client, target: Target, *, run_id: str, canary_ids: Sequence[int] | None = None
 ) -> bytes:
-    """Send the canary and see its dump arrive, whole and with its tokens; its states, encoded.
+    """Send the canary, check that its complete dump arrives, and return its encoded states.
 
-    `canary_ids`: tokens to send; None: those of a new canary. Raises PluginError: the one proof
-    that the plugin is really at work in the server that we talk to.
+    Only this proves that the plugin is active in the server behind `client`. `canary_ids`: the
+    tokens to send; None: those of a new canary. Raises PluginError.
     """
     request = probe_request(
         run_id,
@@ -196,7 +198,7 @@ async def require_probe(
 
 
 def probe_ids(*, vocab_size: int) -> npt.NDArray[np.int32]:
-    """A few tokens that every model takes."""
+    """A few token ids that every model accepts."""
     return np.arange(1, PROBE_TOKENS + 1, dtype=np.int32) % vocab_size
 
 
@@ -232,7 +234,7 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
             refused = ""
             said = "answered the probe prompt"
             if isinstance(reply, Failure) and reply.is_copy:
-                # The answer went to whoever sent the first copy; its dump proves as much.
+                # The reply goes to the sender of the first copy; its dump is proof enough.
                 said = f"has a copy of the probe prompt at work ({reply.detail})"
             elif isinstance(reply, Failure):
                 if not reply.is_unanswered:
@@ -325,8 +327,10 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
 
 
 def require_dump_directory(ranks: Sequence[Rank]) -> None:
-    """See that we may read, create and remove files beside the dumps. Raises UsageError,
-    SpaceError."""
+    """Check that this process may create and remove files beside the dumps.
+
+    Raises UsageError, SpaceError.
+    """
     for rank in ranks:
         # One name for all clients: what a killed one leaves is removed by the next.
         trial = rank.directory / ".tmp-client"
@@ -361,8 +365,10 @@ def manifest_warning(out: Path) -> str | None:
 
 
 def require_directory(path: Path, *, option: str) -> None:
-    """Raise UsageError unless `path` is a directory or can become one, OSError where it cannot be
-    told."""
+    """Raise UsageError unless `path` is a directory or can become one.
+
+    Raises OSError if `path` cannot be inspected.
+    """
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file; name a directory with {option}")
     if (link := dangling_link(path)) is not None:

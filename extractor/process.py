@@ -21,7 +21,7 @@ from extractor.shared_memory import (
 from extractor.signals import patience_s, to_its_end
 
 STOP_PATIENCE_S = 15.0
-#: Of the time that a signal leaves: for the end of what is killed, and for what it leaves behind.
+#: Time to keep after a stop signal for killed processes to exit and for the cleanup behind them.
 KILL_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -124,7 +124,7 @@ async def started(
     try:
         yield server
     finally:
-        # Whoever cannot wait gets it by force; but nothing is left behind.
+        # A cancellation kills the server instead of waiting; either way no process is left behind.
         await to_its_end(server.stop(), hurry=server.kill)
 
 

@@ -74,16 +74,16 @@ _READING = (
         type=click.Choice(_values(Tools)),
         default=Tools.KEEP.value,
         show_default=True,
-        help="Tool definitions that the chat template does not write: fail the row, or leave them "
-        "out. A row that calls tools fails either way, as its answers are the calls.",
+        help="If the chat template does not write tool definitions: fail the row, or drop them. "
+        "A row that calls tools always fails then, since its answers are the calls.",
     ),
     click.option(
         "--ignore-column",
         "ignored_columns",
         multiple=True,
         metavar="NAME",
-        help="Read the rows as if they had no such column. Of the keys of turns, only those that "
-        "say what is trained (weight, train, ...) can be ignored.",
+        help="Ignore a column, or a turn key about training (weight, train, ...). Other turn keys "
+        "cannot be ignored.",
     ),
     click.option(
         "--chat-template",
@@ -102,8 +102,8 @@ _READING = (
         "--now",
         default=None,
         metavar="ISO8601",
-        help="Time that a chat template which writes the date is given; without an offset, UTC.  "
-        "[default: that of the data set's first run]",
+        help="Time for chat templates that write the date; UTC if it has no offset.  "
+        "[default: the time of the data set's first run]",
     ),
 )
 
@@ -149,7 +149,7 @@ _POLICY = (
         type=click.IntRange(min=0),
         default=0,
         show_default=True,
-        help="Fewest trained tokens of a prompt, counted after a cut; prompts with fewer fail.",
+        help="Minimum trained tokens of a prompt, counted after a cut; prompts with fewer fail.",
     ),
 )
 

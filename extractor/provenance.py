@@ -1,7 +1,7 @@
-"""Edge: which starts of servers made the rows of a data set, proven alike and on record.
+"""Edge: proves that all servers of a data set compute the same states, and records their starts.
 
-The manifest has a row for each start, `dataset.json` the same list. A start is recorded before any
-row of it is stored, and only if it computes what the rows that are there were computed with.
+The manifest has a row for each start; `dataset.json` repeats the list. A start is recorded before
+any of its rows is stored, and only if it computes the same states as the rows stored so far.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ALLOW_OPTION = "--allow-model-change"
 
 
 class Provenance:
-    """Compares each start of a server with those before it and records it.
+    """Compares each server start with earlier ones and records it.
 
-    `allow_change`: the first start of this session may differ from them. Its rows then stand beside
-    rows of another model, by the user's choice; the starts after it must be like it.
+    `allow_change`: the first start of this session may differ from the earlier ones. Its rows then
+    join rows of another model, by the user's choice; later starts must match it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Provenance:
         self._is_kept = bool(starts)  # whether the manifest has one
         self._session = max((start.session + 1 for start in starts), default=0)
         self._allow_change = allow_change
-        self._lock = asyncio.Lock()  # two servers may return at once
+        self._lock = asyncio.Lock()  # two servers may come back at the same time
 
     @classmethod
     async def load(
@@ -78,20 +78,20 @@ class Provenance:
         return None if self._canary is None else ids_of(self._canary).tolist()
 
     def number_of(self, boot_id: str) -> int | None:
-        """The last start on record of that boot of a server."""
+        """The number of the last recorded start with that boot id; None if there is none."""
         numbers = [start.number for start in self._starts if start.boot_id == boot_id]
         return numbers[-1] if numbers else None
 
     def is_fit(self, ready: Ready) -> bool:
-        """Whether rows of that writer may be stored: its boot is on record, and was not changed
-        since, nor replaced by another model."""
+        """Whether rows of that writer may be stored: its boot is recorded, its facts are unchanged,
+        and they match every start since the last accepted change."""
         number = self.number_of(ready.boot_id)
         if number is None or self._differences(ready):
             return False
         return bool(self._starts[number].facts == facts_of(ready))
 
     def check(self, target: Target) -> None:
-        """Raise ConfigMismatch when a server computes something else than what is stored."""
+        """Raise ConfigMismatch if the server's facts do not match the stored rows."""
         found = self._differences(target.ready)
         if found and not self._allow_change:
             raise self._mismatch(
@@ -99,9 +99,9 @@ class Provenance:
             )
 
     async def add(self, target: Target, canary: bytes) -> None:
-        """Record a start of a server; `canary`: what it computed for `canary_ids`.
+        """Record a server start. `canary`: the states that it computed for `canary_ids`.
 
-        Raises ConfigMismatch when that, or what the server announces, is not as it was.
+        Raises ConfigMismatch if they, or the facts that the server announces, do not match.
         """
         async with self._lock:
             self.check(target)
@@ -135,8 +135,8 @@ class Provenance:
     def write(self) -> None:
         """Write `dataset.json`. Raises SpaceError, UsageError.
 
-        That of an older version stays until a start is on record: it names an engine version that
-        the manifest does not hold.
+        A file that an older version wrote stays until a start is recorded, since it names an engine
+        version that the manifest does not hold.
         """
         path = self._out / DATASET_NAME
         if self._starts or not path.exists():
@@ -146,7 +146,7 @@ class Provenance:
                 raise storage_error(error, where=path) from error
 
     def _differences(self, ready: Ready) -> list[Difference]:
-        """In which facts a server differs from any start since the last accepted change."""
+        """The facts in which a server differs from any start since the last accepted change."""
         now = facts_of(ready)
         found: dict[str, Difference] = {}
         for facts in self._current():

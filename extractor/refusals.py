@@ -1,13 +1,13 @@
-"""What it means that a server did not serve a request: one table for all ways to say so. Pure.
+"""Classifies the replies of a server that did not serve a request, in one table. Pure.
 
-SGLang 0.5.11 to 0.5.23 say it in three shapes:
+SGLang 0.5.11 to 0.5.23 report a refusal in three forms:
 
-- 400 `{"error": {"message": ...}}`: it will not take the prompt (too long, out of vocabulary).
-- 500 and 503 `{"object": "error", "message": ..., "code": ...}`: it ended the request, with the
-  status that its scheduler gave the abort.
-- 200 with `meta_info.finish_reason.type` "abort", which then may have a status of its own. Without
-  one somebody else ended the request: /abort_request for all, a pause, an update of the weights. A
-  request that had waited in the queue has no `prompt_tokens`.
+- 400 `{"error": {"message": ...}}`: the server rejects the prompt (too long, out of vocabulary).
+- 500 and 503 `{"object": "error", "message": ..., "code": ...}`: the server aborted the request;
+  its scheduler chose the status.
+- 200 with `meta_info.finish_reason.type` "abort" and an optional status. Without a status, an
+  outside event ended the request: /abort_request for all, a pause, or a weight update. A request
+  that was aborted in the queue has no `prompt_tokens`.
 
 | reason of an abort | status | meaning |
 |---|---|---|
@@ -21,9 +21,9 @@ SGLang 0.5.11 to 0.5.23 say it in three shapes:
 | Retraction host KV pool exhausted. | 500 | the server's |
 | Request prompt exceeds the KV memory budget; longer than the model's context length | 400 | the prompt's |
 
-Gateways add statuses of their own. One that sends a request a second time gets 400 "Duplicate
-request ID detected" for it, and one that hung up 400 "Request is disconnected from the client
-side": neither says anything of the prompt.
+Gateways add statuses of their own. If a gateway sends a request twice, the second copy gets 400
+"Duplicate request ID detected"; if it hangs up, the request gets 400 "Request is disconnected from
+the client side". Neither is the prompt's fault.
 """  # noqa: E501 - the table
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from manifest.states import Reason
 PROMPTS_FAULT: Final = Failure(reason=Reason.REJECTED, detail="", is_permanent=True)
 SERVERS_FAULT: Final = Failure(reason=Reason.SERVER_ERROR, detail="")
 BUSY: Final = Failure(reason=Reason.SERVER_ERROR, detail="", is_busy=True)
-#: An earlier copy of the request is at work.
+#: The server is processing an earlier copy of the request.
 COPY: Final = replace(SERVERS_FAULT, is_copy=True, is_unanswered=True)
 #: A gateway hung up; the request ends with its connection, or has ended.
 HUNG_UP: Final = replace(BUSY, is_unanswered=True)
-#: A gateway waited in vain, as we do at a time-out; the server may be at work on it.
+#: A gateway timed out; the server may still be processing the request.
 TIMED_OUT: Final = replace(SERVERS_FAULT, is_unanswered=True)
 #: A gateway found no server, or lost the connection to it.
 BROKEN_OFF: Final = replace(SERVERS_FAULT, is_transport=True, is_unanswered=True)
 
-#: By a part of the message, in lower case, whatever the status; first.
+#: Part of the message, in lower case -> its meaning. Takes precedence over the status.
 BY_MESSAGE: Final[Mapping[str, Failure]] = {
     "duplicate request id": COPY,
     "disconnected from the client side": HUNG_UP,
 }
-#: By status. All others are the server's fault, 401 to 407 too: an API key that is valid no more
-#: or a changed address fail every prompt, and reject none.
+#: Status -> its meaning. All others are the server's fault, including 401 to 407: an expired API
+#: key or a changed address fails every prompt and is no reason to reject one.
 BY_STATUS: Final[Mapping[int, Failure]] = {
     400: PROMPTS_FAULT,
     408: TIMED_OUT,
@@ -67,7 +67,7 @@ BY_STATUS: Final[Mapping[int, Failure]] = {
 
 
 def http_failure(status: int, message: str) -> Failure:
-    """What an HTTP answer other than 200 means.
+    """Classify an HTTP reply other than 200.
 
     >>> http_failure(400, "Duplicate request ID detected: xtr-ab12-c0ffee-42-1").is_copy
     True
@@ -78,7 +78,7 @@ def http_failure(status: int, message: str) -> Failure:
 
 
 def abort_failure(status: int | None, message: str) -> Failure:
-    """What an answer with the finish reason "abort" means.
+    """Classify a reply with the finish reason "abort".
 
     >>> abort_failure(None, "Abort in waiting queue").is_busy
     True

@@ -45,7 +45,7 @@ class Repair:
     kept: int  # sound samples of these
     planned: int  # samples that the next run extracts again
     unknown: tuple[str, ...] = ()  # files among the shards that the manifest does not know: left
-    rows: int = 0  # damaged rows of the manifest, which the next run reads from the input again
+    rows: int = 0  # damaged manifest rows, which the next run reads from the input again
     refused: str | None = None  # why nothing was changed
     manifest: bool = False  # whether indexes and counts of the manifest were made again
     dataset: bool = False  # whether dataset.json was written again
@@ -84,8 +84,8 @@ class Repair:
 def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple[Audit, Repair]:
     """Check a data set and replace its damaged shards.
 
-    Raises OutputBusy while a run writes it, ManifestMissing where there is no data set, UsageError
-    where nothing can be written, SpaceError, ManifestError for a manifest of another version.
+    Raises OutputBusy while a run writes it, ManifestMissing if there is no data set, UsageError if
+    the directory cannot be written, SpaceError, ManifestError for a manifest of another version.
     """
     # First, so that no lock is left in a directory that is no data set.
     with suppress(ManifestDamaged, ManifestLost):
@@ -165,7 +165,7 @@ class _Repairer:
         for shard in shards:
             path = sealed_shard_path(self._settings.directory, shard)
             if os.path.lexists(path) and not is_regular(path):
-                unknown.append(str(path))  # whatever it is, it is not ours
+                unknown.append(str(path))  # not a file of ours: leave it alone
                 continue
             rows = self._store.shard_rows(shard.number)
             num_kept = self._replace(shard, rows, damage.samples)

@@ -26,7 +26,7 @@ class Failure:
     is_transport: bool = False  # the connection failed: the server may be gone
     is_unsent: bool = False  # the server was not even reached
     is_unanswered: bool = False  # it had the request, or may have had it, and said nothing
-    is_copy: bool = False  # an earlier copy of the request is at work, and its dump may come
+    is_copy: bool = False  # the server processes an earlier copy of it, whose dump may arrive
     others_served: bool = False  # meanwhile, by the same server
 
     @property

@@ -161,8 +161,8 @@ async def _run_until_done(
             )
             if counters.sent:
                 # The failed rows of earlier commands were opened again; one that fails in this
-                # command, perhaps because it kills servers, is not tried for ever. Nor may a server
-                # that comes back differ from the one that the user let differ.
+                # command, perhaps because it kills servers, is not retried forever. A server that
+                # comes back must match the one that the user allowed to differ.
                 options = replace(options, retry_failed=False, allow_model_change=False)
 
 
@@ -229,7 +229,7 @@ async def _run(
             if target.ready.weights is None:
                 reporter.note(
                     f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
-                    "that another checkpoint shows in the canary only: see the server's log, or "
+                    "only the canary can detect another checkpoint: see the server's log, or "
                     "upgrade hidden-state-extractor in its environment",
                     level="warning",
                 )
@@ -311,8 +311,10 @@ async def _preflight(
 
 
 async def _probe(members: Sequence[Member], provenance: Provenance, *, run_id: str) -> None:
-    """See the canary's dump of each server that is up, and record its start. Raises the first
-    error of one."""
+    """Check the canary of each server that is up and record its start.
+
+    Raises the first error of any server.
+    """
     up = [(member.client, member.target) for member in members if member.target is not None]
     try:
         async with asyncio.TaskGroup() as tasks:

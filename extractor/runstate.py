@@ -25,11 +25,11 @@ from prompts.tokenizer import library_versions
 from prompts.types import Alteration, BadRow, Prompt
 
 RUN_ID = "run_id"
-#: Versions of the packages that made the first prompts; for a person, and bound to nothing.
+#: Versions of the packages that rendered the first prompts; informative, never compared.
 LIBRARIES = "libraries"
-#: In `Identity.reading`: the time that the chat template is given; absent where it asks for none.
+#: Key of `Identity.reading`: the time that the chat template gets; absent if it reads no clock.
 NOW = "now"
-#: Stored rows that are made again when a data set goes on.
+#: Stored rows to render again for comparison when a data set is continued.
 NUM_COMPARED = 8
 CLOCK_ADVICE = (
     "\nThe chat template writes the time. For a data set whose dataset.json has no `now`, name the "
@@ -97,8 +97,10 @@ class RunState:
 
 
 async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunState) -> RunOptions:
-    """The same, with the time that the data set's chat template was given, where it was given any
-    and no other is asked for."""
+    """`options` with the time that the data set's chat template got before.
+
+    Unchanged if the user set another time, or the data set has none.
+    """
     if state.is_new or options.reading.now is not None:
         return options
     moment = (await begun_with_identity(owner)).reading.get(NOW)
@@ -117,9 +119,9 @@ async def begin_or_continue(
     *,
     has_work: bool,
 ) -> Identity:
-    """What the data set is of, as the manifest has it. Raises ConfigMismatch.
+    """The data set's identity, as recorded in the manifest. Raises ConfigMismatch.
 
-    has_work: rows are left to send, for which the prompts must be what they were.
+    `has_work`: rows are left to send, so the prompts must still be the same.
     """
     if state.is_new:
         sources = [
@@ -143,7 +145,7 @@ async def begin_or_continue(
     begun_with = await begun_with_identity(owner)
     goes_on_with = begun_with
     if NOW in identity.reading and NOW not in begun_with.reading:
-        # Begun by a version of this tool that recorded no time: it is frozen from now on.
+        # An older version began the data set and recorded no time: freeze it from now on.
         reading = {**begun_with.reading, NOW: identity.reading[NOW]}
         goes_on_with = replace(begun_with, reading=reading)
     identity.require_same(goes_on_with, out=out)
@@ -159,10 +161,10 @@ async def begin_or_continue(
 async def _require_same_prompts(
     owner: StoreOwner, out: Path, files: Sequence[InputFile], renderer: Renderer
 ) -> None:
-    """Raise ConfigMismatch where stored rows, made again, are other prompts.
+    """Raise ConfigMismatch if stored rows give other prompts when they are rendered again.
 
-    Whatever a prompt depends on and the identity does not name shows here, at the cost of a few
-    rows. Rows that are planned and not stored are compared one by one when they are read again.
+    This detects a change of anything that prompts depend on but the identity does not name, and
+    costs a few rows. Planned rows are compared one by one when they are read again.
     """
     stored = {row.ordinal: row for row in await owner.call(lambda s: s.first_stored(NUM_COMPARED))}
     if not stored:
@@ -207,7 +209,7 @@ async def require_same_inputs(
 ) -> None:
     """Raise ConfigMismatch for other prompts than the manifest's; this needs no server."""
     begun_with = await begun_with_identity(owner)
-    # Whether the time matters is for the chat template to say, which comes with the server.
+    # Only the chat template, which comes with the server, shows whether the time matters.
     clock = {NOW: begun_with.reading[NOW]} if NOW in begun_with.reading else {}
     now = replace(
         begun_with,

@@ -223,7 +223,7 @@ async def any_server_answers(urls: Sequence[str]) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of `host` that nobody listened on a moment ago.
+    """A TCP port of `host` that was free a moment ago.
 
     Below the ports that the kernel and SGLang itself hand out: the server listens on it only
     when its model is loaded, minutes later.
@@ -258,7 +258,7 @@ async def _is_listening(url: str) -> bool:
 
 
 async def _require_free_port(options: ServeOptions) -> None:
-    free_port(options.host)  # see that the address is one of this machine's
+    free_port(options.host)  # check that the address belongs to this machine
     if await _is_listening(options.url):
         raise UsageError(
             f"something listens on {options.url} already: stop it or name another --port"

@@ -1,9 +1,9 @@
-"""What one start of a server computes with, and which of it changes numbers. Pure.
+"""The facts that one server start computes with, and the ones that change the states. Pure.
 
-Each fact is either bound or recorded. A bound fact changes the states: rows computed under two
-values of it must not share a data set unless the user says so. All others change no more than
-rounding (another attention kernel, another split over GPUs); they are recorded with each start, and
-the canary (extractor/canary.py) shows that it is no more than that.
+Each fact is either bound or only recorded. A bound fact changes the states: rows computed under two
+of its values must not share a data set unless the user allows it. The others only change rounding
+(another attention kernel, another split over GPUs); they are recorded with each start, and the
+canary (extractor/canary.py) confirms that the difference stays within rounding.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from server_patch.dump_format import Ready
 Facts = Mapping[str, Any]
 """JSON-ready, by name: `facts_of`."""
 
-#: Fields of READY.json that are bound.
+#: Bound fields of READY.json.
 BOUND: Final = ("architecture", "config_digest", "quantization", "kv_cache_dtype")
-#: Entries of its `settings` that are bound: precision, overrides of the model's configuration,
-#: adapters, and approximations of attention or experts.
+#: Bound entries of its `settings`: precision, overrides of the model's configuration, adapters, and
+#: approximations of attention or experts.
 BOUND_SETTINGS: Final = frozenset(
     (
         "quantization_param_path", "torchao_config", "modelopt_quant", "quantize_and_serve",
@@ -38,8 +38,8 @@ BOUND_SETTINGS: Final = frozenset(
         "kt_max_deferred_experts_per_token",
     )
 )  # fmt: skip
-#: Entries that transformers and the engine fill with defaults, and so may change with their
-#: versions though the model is the same. They are bound where both versions are equal.
+#: Entries that transformers and the engine fill with defaults. A new version may change them for
+#: the same model, so they are bound only while both versions stay the same.
 RESOLVED_SETTINGS: Final = frozenset(("model_config", "rope"))
 _RECORDED: Final = (
     "model_path", "engine_version", "plugin_version", "weights", "weights_layout",
@@ -50,30 +50,30 @@ _RECORDED: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One bound fact that is not what it was."""
+    """One bound fact whose value changed."""
 
     name: str
     before: Any
     now: Any
 
     def to_text(self, *, before: str, now: str) -> str:
-        """A line for a message; `before` and `now` say whose the two values are."""
+        """A line for a message; `before` and `now` introduce the two values."""
         line = f"  {self.name}: {before} {_shown(self.before)}, {now} {_shown(self.now)}"
         if self.name == "weights" and "+" in str(self.now):
-            line += " (updated in place; the server has to be restarted to have the loaded ones)"
+            line += " (updated in place: restart the server to get back what it loaded)"
         return line
 
 
 def facts_of(ready: Ready) -> dict[str, Any]:
-    """What a start of a server announced, as the manifest keeps it."""
+    """The facts that a server start announced, as the manifest keeps them."""
     facts = {"tool_version": __version__}
     facts |= {name: getattr(ready, name) for name in (*BOUND, *_RECORDED)}
-    # An older plugin announces no settings at all; a newer one always names some.
+    # An older plugin announces no settings; a newer one always announces some.
     return {**facts, "settings": dict(sorted(ready.settings.items())) or None}
 
 
 def facts_of_identity(identity: Identity) -> dict[str, Any]:
-    """What a data set without any recorded start was begun with, as far as it is known."""
+    """The known facts of a data set that has no recorded start."""
     names = ("architecture", "config_digest", "quantization")
     return {name: getattr(identity, name) for name in names}
 
@@ -86,12 +86,12 @@ def was_updated(ready: Ready) -> bool:
 def differences(before: Facts, now: Facts) -> list[Difference]:
     """The bound facts in which `now` differs from `before`.
 
-    What `before` does not know (it was written by an older version) cannot differ; what `now` no
-    longer knows does.
+    A fact missing from `before` (an older version wrote it) does not differ; one missing from `now`
+    alone does.
     """
     pairs = [(name, before[name], now.get(name)) for name in BOUND if name in before]
     settings_before, settings_now = before.get("settings"), now.get("settings")
-    # An older plugin announces none, and differs by its weights already.
+    # An older plugin announces no settings; the missing weights already show the difference.
     if settings_before is not None and settings_now is not None:
         names = set(BOUND_SETTINGS)
         if before.get("engine_version") == now.get("engine_version") and (
@@ -111,7 +111,7 @@ def differences(before: Facts, now: Facts) -> list[Difference]:
 def _are_weights_comparable(before: Facts, now: Facts) -> bool:
     if before.get("weights") is None:
         return False
-    # Another tensor-parallel size stores other slices: there, only the canary can tell.
+    # Another tensor-parallel size stores other slices; then only the canary detects a change.
     return now.get("weights") is None or before.get("weights_layout") == now.get("weights_layout")
 
 

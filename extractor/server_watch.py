@@ -48,7 +48,7 @@ class ServerWatch:
         collector: Collector,
         say: Say,
     ) -> None:
-        """say: tells a person what the run waits for."""
+        """say: logs what the run waits for."""
         self._say = say
         self._client = client
         self._target = target
@@ -96,8 +96,8 @@ class ServerWatch:
     ) -> None:
         """Learn from how a request ended; `sent_at` in the loop's time.
 
-        failure: None where it was served. num_tokens: of the prompt; None for a probe, which says
-        nothing about the speed.
+        failure: None if it was served. num_tokens: the prompt's length; None for a probe, which is
+        no measure of speed.
         """
         now = asyncio.get_running_loop().time()
         was_open = self._breaker.is_open
@@ -244,7 +244,7 @@ class ServerWatch:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 reply: ReplyFacts | Collected = await self._client.generate(request)
                 if isinstance(reply, Failure) and reply.is_copy:
-                    reply = await collected  # the answer went to whoever sent the first copy
+                    reply = await collected  # the reply goes to the sender of the first copy
         except TimeoutError:
             await self._client.abort(request.rid)
             detail = f"no answer to a probe in {PROBE_TIMEOUT_S:.0f} s"
@@ -259,5 +259,5 @@ class ServerWatch:
         if isinstance(reply, ReplyFacts):
             failure = check_reply(reply, num_tokens=PROBE_TOKENS)
         elif failure is not None and (failure.is_unsent or not failure.is_unanswered):
-            abandoned.discard(request.rid)  # no dump will come
+            abandoned.discard(request.rid)  # it will not be dumped
         self.note(failure, sent_at=sent_at)

@@ -43,8 +43,8 @@ from prompts.stream import read_prompts
 from prompts.types import Prompt
 
 REPORT_INTERVAL_S = 0.5
-#: After a signal, requests in flight get this long to end by themselves. What follows has the rest
-#: of `signals.END_S`.
+#: Time for requests in flight to finish after a stop signal. The remaining shutdown steps share the
+#: rest of `signals.END_S`.
 DRAIN_S = 9.0
 
 

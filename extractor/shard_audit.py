@@ -1,4 +1,4 @@
-"""One shard file against the manifest: its size, its header, and every sample in it."""
+"""Checks one shard file against the manifest: its size, its header, and every sample in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from prompts.types import prompt_key
 
 
 class ShardAuditor:
-    """Checks the shard whose file `descriptor` reads. Memory: its header and one sample's ids."""
+    """Checks the shard open at `descriptor`; holds its header and one sample's ids in memory."""
 
     def __init__(
         self,
@@ -49,11 +49,14 @@ class ShardAuditor:
         self._size = os.fstat(descriptor).st_size
         self._block = block
         self._progress = progress
-        self._header: dict[str, dict[str, object]] | None = None  # what no sample has claimed yet
+        self._header: dict[str, dict[str, object]] | None = None  # entries without a sample so far
 
     def run(self, records: Iterable[Row | Damage], *, skip: Collection[int]) -> None:
-        """`records`: the shard's samples in file order; `skip`: ordinals of rows that are damaged
-        and reported already."""
+        """Check the header and every sample.
+
+        `records`: the shard's samples in file order. `skip`: ordinals of damaged rows that are
+        reported already.
+        """
         before = self._audit.counts.total()
         beginning = self._check_beginning() if self._shard.is_sealed else b""
         digests: list[str] = []
@@ -82,7 +85,7 @@ class ShardAuditor:
             self._find(
                 FindingKind.SHARD_HEADER, f"{counted(len(self._header), 'unknown tensor')}: {names}"
             )
-        # Says no more than the others where they found something.
+        # Once another check has found damage, a wrong digest adds nothing.
         if self._shard.is_sealed and is_whole and self._audit.counts.total() == before:
             self._check_digest(beginning, digests)
 
@@ -92,7 +95,7 @@ class ShardAuditor:
     # --- the beginning -----------------------------------------------------------------------
 
     def _check_beginning(self) -> bytes:
-        """Size and header; the header's bytes with all the room that was kept for it."""
+        """Check size and header; return the header's bytes, including its reserved space."""
         if self._size != self._shard.size_bytes:
             self._find(
                 FindingKind.SHARD_SIZE, f"{self._size} bytes, must be {self._shard.size_bytes}"

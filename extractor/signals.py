@@ -23,7 +23,7 @@ END_S = 18.0
 
 
 class StopHandler:
-    """One for a command. What a signal does depends on how far the command is:
+    """Stops a command on a signal. The effect of a signal depends on the command's progress:
 
     | while | the signal |
     |---|---|
@@ -31,8 +31,8 @@ class StopHandler:
     | it is asked already, or anything else is going on | cancels the command, which cleans up |
     | all is cleaned up, but a thread is still waited for | ends the process |
 
-    END_S after the first one `end` is called, on a thread of its own, however far the command is: a
-    disk or a server may keep it for ever.
+    END_S after the first signal, a timer thread calls `end` in any case, since a disk or a server
+    may block the command for ever.
     """
 
     def __init__(self, task: asyncio.Task[Any], *, end: Callable[[], None] | None = None) -> None:
@@ -43,7 +43,7 @@ class StopHandler:
 
     @property
     def left_s(self) -> float:
-        """Seconds until `end`."""
+        """Seconds until `end` is called; infinite before the first signal."""
         if self._first_at is None:
             return float("inf")
         return max(0.0, self._first_at + END_S - time.monotonic())
@@ -64,7 +64,7 @@ class StopHandler:
             self._first_at = time.monotonic()
             if self._end is not None:
                 timer = threading.Timer(END_S, self._end)
-                timer.daemon = True  # the command may well end before
+                timer.daemon = True  # the command may exit earlier
                 timer.start()
         if self._task.done():
             # A thread cannot be stopped: an import, a long file being read.
@@ -88,8 +88,10 @@ _current: ContextVar[StopHandler | None] = ContextVar("stop_handler", default=No
 
 
 def patience_s(wanted: float, *, keep_s: float = 0.0) -> float:
-    """How long to wait for something: `wanted`, but after a signal no longer than what is left of
-    END_S without `keep_s`, which is for what comes behind."""
+    """Seconds to wait: `wanted`, but after a signal at most the rest of END_S minus `keep_s`.
+
+    `keep_s`: time to reserve for later shutdown steps.
+    """
     handler = _current.get()
     return wanted if handler is None else max(0.0, min(wanted, handler.left_s - keep_s))
 
@@ -97,8 +99,10 @@ def patience_s(wanted: float, *, keep_s: float = 0.0) -> float:
 async def to_its_end(
     work: Coroutine[Any, Any, None], *, hurry: Callable[[], None] = lambda: None
 ) -> None:
-    """Await `work`, which a cancellation does not break off: `hurry` is called, and the
-    cancellation raised when the work is done."""
+    """Await `work` to its end even if cancelled.
+
+    A cancellation calls `hurry`, and is raised again when the work is done.
+    """
     task = asyncio.create_task(work)
     is_cancelled = False
     while not task.done():
@@ -115,8 +119,11 @@ async def to_its_end(
 async def under_signals(
     coroutine: Coroutine[Any, Any, Result], *, end: Callable[[], None] | None = None
 ) -> Result:
-    """Await `coroutine`, whose task the signals cancel. For the whole of a command: the handler
-    stays until its event loop is closed. `end`: ends the process, END_S after the first signal."""
+    """Await `coroutine` in a task that stop signals cancel.
+
+    Meant for a whole command: the handler stays until the event loop is closed. `end`: ends the
+    process, END_S after the first signal.
+    """
     task = asyncio.current_task()
     assert task is not None
     handler = StopHandler(task, end=end)

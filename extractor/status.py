@@ -38,7 +38,7 @@ class Status:
         return self.num_rows - self.totals.num_rows
 
     def path_of(self, row: Row) -> str:
-        """The input file that holds a row."""
+        """The path of the input file that holds a row."""
         is_known = row.source < len(self.sources)
         return self.sources[row.source].path if is_known else f"source {row.source}"
 

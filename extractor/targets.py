@@ -21,8 +21,8 @@ from extractor.preflight import (
 )
 from extractor.progress import Say
 
-#: What all servers of one run must announce alike beside the bound facts of `served`: everything
-#: that decides what is captured, and the versions, which one command to start them makes alike.
+#: Fields that all servers of a run must share, besides the bound facts of `served`: everything that
+#: decides what is captured, and the versions.
 ALIKE = (
     "model_path", "vocab_size", "num_layers", "hidden_size", "dtype", "boundaries", "last_kind",
     "engine_version", "plugin_version",
@@ -34,8 +34,8 @@ async def require_targets(
 ) -> list[Target | None]:
     """Each server's target; None for one that does not answer, while another does.
 
-    Waits up to `--server-wait` until one answers. Raises ServerUnreachable when none does,
-    BadAddress, whatever `require_target` raises of one, ConfigMismatch when two are not alike.
+    Waits up to `--server-wait` for the first answer. Raises ServerUnreachable when none answers,
+    BadAddress, what `require_target` raises, and ConfigMismatch when two servers differ.
     """
     await wait_until_answering(clients, timeout_s=options.server_wait_s)
     found = await asyncio.gather(

@@ -20,7 +20,7 @@ from extractor.signals import under_signals
 
 Result = TypeVar("Result")
 
-#: For the last message of a process that is ended.
+#: Time to log the last message before the process is ended by force.
 TELL_S = 0.5
 
 
@@ -46,17 +46,17 @@ def tell_error(
 
 
 def _end_process() -> None:
-    """End the process, whatever its threads and children are doing: as safe as being killed."""
+    """Exit at once, without waiting for threads or children; as safe as SIGKILL."""
     code = Interrupted.exit_code
     message = (
-        f"ended {signals.END_S:.0f} s after the signal, with work under way; what was not durable "
-        "yet is done again by the same command"
+        f"ended {signals.END_S:.0f} s after the signal, with work in progress; the same command "
+        "repeats what was not durable yet"
     )
 
     def tell() -> None:
         tell_error(message, exit_status=code, otherwise=lambda: note(f"extractor: {message}"))
 
-    # On a thread: what the message would wait for may be what all the rest waits for.
+    # On a thread: whatever blocks the command may block the message, too.
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
     teller.join(TELL_S)

@@ -48,14 +48,14 @@ from server_patch.settings import BOOT_ID
 
 _HASH_STEP = 0x9E3779B1  # 2**32 divided by the golden ratio: spreads neighbours far apart
 
-#: Of every answer, so that requests that are sent together are at work together.
+#: Minimum delay of every answer, so that requests that are sent together overlap.
 MIN_DELAY_S = 0.002
 
 #: How long a late answer takes; a test's time-out is shorter.
 LATE_S = 1.0
-#: How long the first copy of a request is at work when its second is refused.
+#: Processing time of a request's first copy, while its second copy is refused.
 COPY_S = 0.05
-#: Between two bytes of an answer that drips.
+#: Pause between two bytes of an answer that drips.
 DRIP_S = 0.02
 
 
@@ -67,11 +67,11 @@ class Fault(StrEnum):
     ERROR = "error"  # answers 500
     REJECT = "reject"  # answers 400
     LOCKED = "locked"  # answers 401
-    DUPLICATE = "duplicate"  # answers as if a gateway had sent it before: 400, and a dump to come
-    LOST_COPY = "lost_copy"  # the same, but the first copy ended with its connection: no dump
+    DUPLICATE = "duplicate"  # answers 400 as to a gateway's second copy; the first one still dumps
+    LOST_COPY = "lost_copy"  # the same, but the first copy ended with its connection: never dumps
     QUEUE_ABORT = "queue_abort"  # answers 200: aborted in the waiting queue
-    ODD_REPLY = "odd_reply"  # answers with a field of another type
-    DRIP = "drip"  # dumps, and answers a byte at a time, for ever
+    ODD_REPLY = "odd_reply"  # answers with a field of the wrong type
+    DRIP = "drip"  # dumps, and answers one byte at a time without end
     RESET = "reset"  # closes the connection without an answer
     SILENT = "silent"  # dumps, but never answers
     LATE = "late"  # dumps and answers so late that the client has tried again
@@ -103,9 +103,9 @@ class FakeModel:
     num_layers: int = 4
     context_length: int = 4096
     model_path: str = "fake/model"
-    #: Another checkpoint of the same shape: other states, another fingerprint.
+    #: Each number is a checkpoint of the same shape with its own states and fingerprint.
     checkpoint: int = 0
-    fingerprint: int | None = None  # that it announces, where that is not the checkpoint's own
+    fingerprint: int | None = None  # announced instead of the checkpoint's own
     weight_version: str = "default"
     kv_cache_dtype: str | None = "auto"
     settings: Mapping[str, str] = field(default_factory=lambda: {"device": "fake"})

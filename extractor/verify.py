@@ -26,7 +26,7 @@ class ReplyFacts:
 
     prompt_tokens: int
     cached_tokens: int
-    weight_version: str | None = None  # the engine's label of the weights that it ran on
+    weight_version: str | None = None  # the engine's label for the weights that it ran on
 
 
 def check_reply(facts: ReplyFacts, *, num_tokens: int) -> Failure | None:

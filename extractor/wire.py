@@ -1,6 +1,6 @@
-"""Typed fields of JSON that another program sent: each is right, or named with what is wrong.
+"""Reads typed fields from another program's JSON; an error names the field and the problem.
 
-A path names a field: its steps are keys, or indexes of arrays.
+A path names a field: its steps are object keys or array indexes.
 
 >>> reply = object_of(b'{"meta_info": {"id": "a", "prompt_tokens": "x", "stop": null}}')
 >>> text(reply, "meta_info.id")
@@ -33,11 +33,11 @@ _MISSING = object()
 
 
 class FieldError(ValueError):
-    """A field is missing or not as it must be; the message names it."""
+    """A field is missing or invalid; the message names it."""
 
 
 def object_of(data: bytes) -> Document:
-    """The JSON object that `data` is. Raises FieldError."""
+    """Parse `data` as a JSON object. Raises FieldError."""
     try:
         document = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -48,7 +48,7 @@ def object_of(data: bytes) -> Document:
 
 
 def text(document: Document, path: str) -> str:
-    """A string with at least one character."""
+    """The non-empty string at `path`."""
     value = _found(document, path)
     if not isinstance(value, str) or not value:
         raise _wrong(path, value, "a string")
@@ -58,7 +58,7 @@ def text(document: Document, path: str) -> str:
 def integer(
     document: Document, path: str, *, minimum: int = -MAX_INTEGER, maximum: int = MAX_INTEGER
 ) -> int:
-    """An integer in [minimum, maximum]. Neither 1.0 nor true is one."""
+    """The integer in [minimum, maximum] at `path`; 1.0 and true are errors."""
     value = _found(document, path)
     if not isinstance(value, int) or isinstance(value, bool):
         raise _wrong(path, value, "an integer")
@@ -70,7 +70,7 @@ def integer(
 
 
 def mapping(document: Document, path: str) -> Document:
-    """An object."""
+    """The object at `path`."""
     value = _found(document, path)
     if not isinstance(value, dict):
         raise _wrong(path, value, "an object")
@@ -78,7 +78,7 @@ def mapping(document: Document, path: str) -> Document:
 
 
 def array(document: Document, path: str) -> Sequence[object]:
-    """An array."""
+    """The array at `path`."""
     value = _found(document, path)
     if not isinstance(value, list):
         raise _wrong(path, value, "an array")
@@ -92,7 +92,7 @@ def optional(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> T | None:
-    """What `read` gives of a field that may be missing or null, then None."""
+    """The result of `read` for a field that may be missing or null; then None."""
     if _find(document, path) in (_MISSING, None):
         return None
     return read(document, path, *args, **kwargs)
@@ -106,7 +106,7 @@ def _found(document: Document, path: str) -> object:
 
 
 def _find(document: Document, path: str) -> object:
-    """The value at `path`, `_MISSING` without one. Raises FieldError for a step into a scalar."""
+    """The value at `path`, or `_MISSING`. Raises FieldError for a step into a scalar."""
     value: object = document
     steps = path.split(".")
     for depth, step in enumerate(steps):
@@ -126,7 +126,7 @@ def _wrong(path: str, value: object, wanted: str) -> FieldError:
 
 
 def _shown(value: object) -> str:
-    """The value as a message shows it: a large one by its kind alone.
+    """Format a value for a message: an object or array by its type only, a string shortened.
 
     >>> _shown(True), _shown("x" * 100), _shown([1])
     ('true', "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...", 'an array')

@@ -102,7 +102,7 @@ def process_start_ticks(pid: int) -> int | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None  # any other error says nothing of that process
+        return None  # any other error is not about that process
     # The second field, the command, may hold spaces and parentheses: count from its end.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
@@ -111,13 +111,12 @@ def process_start_ticks(pid: int) -> int | None:
 def ranks_of(
     writers: Writers, *, url: str, model_path: str, others: Sequence[str] = ()
 ) -> tuple[Rank, ...]:
-    """All data-parallel ranks of the server at `url`. Raises PluginError, BadDumpDir with what to
-    do.
+    """All data-parallel ranks of the server at `url`.
 
-    The port tells servers of one host apart, and the address those of one port. Behind a tunnel or
-    a container's port mapping the port differs; then the only live server with that model is taken,
-    and the probe proves it.
-    `others`: addresses of other servers, whose ports are theirs.
+    The port distinguishes servers of one host, and the address those that share a port. Behind a
+    tunnel or a container's port mapping the port differs; then the only live server with that model
+    is used, and the probe proves the choice. `others`: addresses of other servers, whose ports are
+    taken. Raises PluginError and BadDumpDir, each with the next step for the user.
     """
     port, host = urlsplit(url).port, urlsplit(url).hostname
     taken = {urlsplit(other).port for other in others}
@@ -163,11 +162,11 @@ def _is_same_host(one: str, other: str | None) -> bool:
 
 
 def _absent(writers: Writers, url: str) -> ExtractorError:
-    """Why no writer under the dump root is of the server at `url`.
+    """The error to raise if no writer under the dump root belongs to the server at `url`.
 
-    The environment of the server's process says where it dumps, where it can be read. Else a
-    directory under which no server ever announced itself is a wrong --dump-dir, unless it is the
-    default, which nobody named.
+    The environment of the server's process, if it can be read, shows the actual dump root.
+    Otherwise, a directory under which no server has ever announced itself is a wrong --dump-dir,
+    unless it is the default, which the user did not choose.
     """
     root = writers.root
     try:
@@ -218,8 +217,10 @@ def _absent(writers: Writers, url: str) -> ExtractorError:
 
 
 def _dump_root_of_server(url: str) -> str | None:
-    """The dump root in the environment of the process that listens on the port of `url`; None
-    where there is none here or it cannot be seen."""
+    """The dump root in the environment of the process that listens on the port of `url`.
+
+    None if no process of this machine listens there, or its environment cannot be read.
+    """
     parts = urlsplit(url)
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):

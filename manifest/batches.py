@@ -129,7 +129,7 @@ def _checked(values: tuple[object, ...]) -> tuple[object, ...]:
 
 
 def count_again(connection: sqlite3.Connection) -> None:
-    """Make the tallies, and what shards know of their samples, from the rows. Reads every row."""
+    """Recompute the tallies and the shards' sample totals from the rows. Reads every row."""
     connection.execute("DELETE FROM tallies")
     connection.execute(
         "INSERT INTO tallies SELECT state, COALESCE(reason, ''), COUNT(*), "

@@ -1,11 +1,11 @@
-"""The causes of failed system calls: one table from errno to a message and what to do. Pure.
+"""The causes of failed system calls: one table from errno to a message and advice. Pure.
 
-`extractor.errors` and `manifest.database` both word their errors with it. An errno that is not in
-the table is shown by its own name, and as no fault of the disk.
+`extractor.errors` and `manifest.database` use it for their messages. An errno that is not in the
+table is shown by its own name, and does not count as a storage failure.
 
-Exit status 4 is for a place that is full and for a device or a file system that fails
-(`Cause.is_storage`): once that is mended, the same command resumes. All others, and every errno
-that is not listed, have 2: a person must change a path, a right or a limit.
+Exit status 4 means that a disk or memory is full, or that a device or a file system fails
+(`Cause.is_storage`): once that is fixed, the same command resumes. All other errnos, listed or not,
+have exit status 2: the user must change a path, a permission or a limit.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why the operating system refused an operation on a file."""
+    """The reason why the operating system refused a file operation."""
 
     what: str
     advice: str  # an imperative, without a full stop
-    is_storage: bool = False  # the place is full or fails; else a person must change something
+    is_storage: bool = False  # disk or memory is full, or a device fails
 
 
 _FULL: Final = Cause(what="no space left", advice="free space", is_storage=True)
@@ -90,7 +90,7 @@ _UNSUPPORTED: Final = Cause(
     what="the file system does not support the operation", advice="name another directory"
 )
 
-#: What is meant where a file or a directory is opened, made, written, read or removed.
+#: Errno -> cause, for opening, creating, writing, reading or removing a file or directory.
 CAUSES: Final[Mapping[int, Cause]] = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _QUOTA,
@@ -133,20 +133,20 @@ CAUSES: Final[Mapping[int, Cause]] = {
     errno.EXDEV: _UNSUPPORTED,
     errno.ENOTTY: _UNSUPPORTED,
 }
-#: How a file system without locks answers, besides with ENOLCK.
+#: Errnos with which a file system without locks refuses one.
 NO_LOCKS_ERRNOS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
-#: Sockets and defects of our own have these too: they speak of a file only where one is named.
+#: Sockets and bugs of ours raise these, too; they concern a file only if the error names one.
 AMBIGUOUS_ERRNOS: Final = (
     errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EOPNOTSUPP, errno.EAGAIN, errno.EINTR,
     errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN,
 )  # fmt: skip
-#: About this process and its machine, not about the file that was worked on.
+#: Limits of this process or machine, not problems with the file.
 LIMIT_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def cause_of(number: int | None) -> Cause:
-    """The table's entry for an errno; for one that is not listed, one that shows its name only."""
+    """The cause of an errno; a generic one if the table does not list it."""
     found = CAUSES.get(number or 0)
     return found or Cause(
         what="the operating system refused it", advice="look up that error, change what causes it"
@@ -154,7 +154,7 @@ def cause_of(number: int | None) -> Cause:
 
 
 def named(number: int | None, text: str | None = None) -> str:
-    """An errno's name with the system's words for it.
+    """The errno's name and the system's message for it.
 
     >>> named(28)
     'ENOSPC: No space left on device'

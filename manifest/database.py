@@ -67,7 +67,7 @@ def open_for_reading(path: Path) -> Database:
         raise ManifestMissing(
             f"{path} is an empty file: no data set was begun there, or its manifest was lost."
         )
-    if size < 100:  # SQLite takes it for an empty one
+    if size < 100:  # SQLite treats it as an empty database
         raise damaged(path, f"{size} bytes are less than its header has")
     _require_regular_companions(path)
     with explained(path):
@@ -113,7 +113,7 @@ def _require_regular_companions(path: Path) -> None:
 
 
 def _text(data: bytes) -> str | bytes:
-    """Text, or the bytes where they are not UTF-8: whoever gets them says which value it is."""
+    """Decode UTF-8; return invalid bytes as they are, so that the caller can report the value."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -129,10 +129,9 @@ def _require_sqlite() -> None:
 
 
 def _check_version(database: Database, path: Path) -> set[str]:
-    """The migrations that the file lacks. Raises ManifestError where it has some of a newer
-    version."""
+    """The migrations that the file lacks. Raises ManifestError if it has unknown migrations."""
     known = {migration.name for migration in migrations.pending(Database(memory=True))}
-    # Not by the library, which relies on the columns of its table.
+    # Query the table directly: the library relies on its columns, which may be damaged.
     table = migrations.migrations_table
     applied = set()
     if database.execute("SELECT 1 FROM sqlite_schema WHERE name = ?", [table]).fetchall():
@@ -141,7 +140,7 @@ def _check_version(database: Database, path: Path) -> set[str]:
     if not (unknown := applied - known):
         return known - applied
     if known - applied:
-        # A newer version has all of ours and more.
+        # A file of a newer version would have all of our migrations, too.
         raise damaged(path, f"unknown migrations: {', '.join(sorted(unknown))}")
     raise ManifestError(
         f"{path}: written by a newer version of this tool (has {', '.join(sorted(unknown))}). "
@@ -150,7 +149,7 @@ def _check_version(database: Database, path: Path) -> set[str]:
 
 
 def schema_of(database: Database) -> dict[str, str]:
-    """The statement that made each table, index and trigger of this tool."""
+    """Name -> CREATE statement of each table, index and trigger in the file."""
     rows = database.execute(
         "SELECT name, sql FROM sqlite_schema WHERE sql IS NOT NULL "
         "AND name NOT LIKE '%sqlite^_%' ESCAPE '^'"
@@ -160,7 +159,7 @@ def schema_of(database: Database) -> dict[str, str]:
 
 @functools.cache
 def expected_schema() -> dict[str, str]:
-    """The same of a new manifest. Migrations add to each other's text and nothing else does."""
+    """The schema of a new manifest, from the migrations alone."""
     database = Database(memory=True)
     migrations.apply(database)
     schema = schema_of(database)
@@ -168,7 +167,7 @@ def expected_schema() -> dict[str, str]:
     return schema
 
 
-#: SQLite's result codes by prefix, the longest that fits first, as the errno that they stand for.
+#: Prefix of a SQLite result code -> the errno behind it. The first matching prefix counts.
 _ERRNOS: Final[tuple[tuple[str, int], ...]] = (
     ("SQLITE_FULL", errno.ENOSPC),
     ("SQLITE_NOMEM", errno.ENOMEM),
@@ -188,16 +187,16 @@ _ERRNOS: Final[tuple[tuple[str, int], ...]] = (
     ("SQLITE_PERM", errno.EACCES),
     ("SQLITE_NOLFS", errno.EFBIG),
 )
-#: With them SQLite says that another process has the file, or that its locks do not work.
+#: SQLite returns these when another process has locked the file, or when its locks do not work.
 _LOCKED: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL")
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """SQLite's errors as ManifestErrors that name the file, the cause and what to do."""
+    """Convert SQLite errors to ManifestErrors that name the file, the cause and the next step."""
     try:
         yield
-    except UnicodeDecodeError as error:  # from within sqlite3: a message quotes what it read
+    except UnicodeDecodeError as error:  # sqlite3 could not decode its own error message
         raise damaged(path, shown(error.object)) from error
     except sqlite3.Error as error:
         raise _explained(error, path) from error
@@ -208,14 +207,14 @@ def _explained(error: sqlite3.Error, path: Path) -> ManifestError:
     if is_damage(error):
         return damaged(path, f"{error}, {code}")
     number = next((number for prefix, number in _ERRNOS if code.startswith(prefix)), None)
-    # Some codes hide what the system said. What it says of the place now decides.
+    # Some codes hide the errno. Probe the file system now to find it.
     now = _errno_at(path)
     if code.startswith(_LOCKED):
         number = now if now in (errno.ENOLCK, *LIMIT_ERRNOS) else None
     elif code.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
         number = now or number
     elif number == errno.EIO and (now == errno.EFBIG or cause_of(now).is_storage):
-        number = now  # such as a quota that is used up
+        number = now  # for example, an exhausted quota
     if number is None and code.startswith(_LOCKED):
         return ManifestError(
             f"{path}: another process has the manifest locked ({error}, {code}). "
@@ -232,10 +231,10 @@ def _explained(error: sqlite3.Error, path: Path) -> ManifestError:
 
 
 def _errno_at(path: Path) -> int | None:
-    """What the system says to a file beside `path` that is made, locked and written at the size
-    that the manifest has; None where all goes well.
+    """Probe the file system of `path` with a temporary file; None if all operations succeed.
 
-    Not `path` itself: closing it would drop the locks that this process has on it.
+    The file is created, locked, and written at the manifest's size, in the same directory. `path`
+    itself is not opened: closing it would drop the locks that this process has on it.
     """
     try:
         beside = path.with_name(f"{path.name}-wal")
@@ -254,8 +253,8 @@ def _errno_at(path: Path) -> int | None:
     return None
 
 
-#: SQLite's result codes for what the file holds, by their beginnings. Every statement here is known
-#: to be right, so that one which a file does not take says that its schema is another.
+#: Prefixes of SQLite result codes that mean damaged content. All statements of this tool are valid,
+#: so a statement that fails means that the file has another schema.
 _DAMAGE = (
     "SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_ERROR", "SQLITE_SCHEMA", "SQLITE_FORMAT",
     "SQLITE_TOOBIG", "SQLITE_INTERRUPT", "SQLITE_MISMATCH", "SQLITE_RANGE",
@@ -264,7 +263,7 @@ _DAMAGE = (
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error is the fault of the file's content, not of the file system or a defect."""
+    """Whether an error is caused by the file's content, not by the file system or a bug."""
     code = getattr(error, "sqlite_errorname", None)
     if code is None:  # raised by Python's module, for text that is not UTF-8
         return isinstance(error, sqlite3.OperationalError)

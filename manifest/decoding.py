@@ -1,9 +1,9 @@
-"""Records from the columns of a manifest that may be damaged: pure.
+"""Decodes the records of a manifest that may be damaged. Pure.
 
-SQLite checks types when it writes, not when it reads: a flipped bit turns a number into text, a
-digest into bytes that are not UTF-8, a state into one that does not exist. Every value is therefore
-checked once, here, before any other code gets it. Each row carries a checksum of its columns, since
-a damaged label or line number still looks like one.
+SQLite checks types when it writes, not when it reads: a flipped bit can turn a number into text, a
+digest into bytes that are not UTF-8, a state into one that does not exist. This module therefore
+checks every value once, before any other code sees it. Each row also carries a checksum of its
+columns, since a damaged label or line number can still look valid.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from manifest.records import Row, ServerStart, Shard, Source
 from manifest.states import Reason, State
 
 MAX_INTEGER: Final = 2**63 - 1
-#: More than any model's context: bounds the memory that one sample's ids take.
+#: Exceeds any model's context length; bounds the memory for one sample's ids.
 MAX_TOKENS: Final = 1 << 25
 _SHOWN_CHARACTERS: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """A record of the manifest that cannot be what was written."""
+    """A record of the manifest that is not what this tool wrote."""
 
     table: str
     place: object  # the row's primary key, as far as it can be read
@@ -35,7 +35,7 @@ class Damage:
 
     @property
     def ordinal(self) -> int | None:
-        """The input row that it is about, if it is about one."""
+        """The ordinal of the input row, if the record is one and its ordinal can be read."""
         is_row = self.table == "prompts" and type(self.place) is int
         return self.place if is_row else None  # type: ignore[return-value]
 
@@ -43,22 +43,21 @@ class Damage:
         return f"{self.table}, row {shown(self.place)}: {self.detail}"
 
 
-#: Takes a value as SQLite has it and gives it as records hold it. Raises ValueError, which says
-#: what it must be.
+#: Converts a SQLite value to the value of a record. Raises ValueError with the requirement.
 Check = Callable[[object], Any]
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut to a bounded length."""
+    """Format a value for a message, with bounded length."""
     text = repr(value[:_SHOWN_CHARACTERS] if isinstance(value, str | bytes) else value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
 def row_checksum(names: Sequence[str], values: Iterable[object]) -> int:
-    """A checksum of a row's columns; `names` ascend.
+    """The checksum of a row's columns; `names` must be sorted.
 
-    NULL is left out, so that a column that a later version adds does not change the checksums of
-    the rows before it. Raises TypeError for bytes.
+    NULLs are left out, so that a new column in a later version does not change the checksums of
+    existing rows. Raises TypeError for bytes.
     """
     pairs = [pair for pair in zip(names, values, strict=True) if pair[1] is not None]
     return xxhash.xxh3_64_intdigest(orjson.dumps(pairs)) >> 1
@@ -199,7 +198,7 @@ TALLY_COLUMNS: Final = tuple(TALLIES)
 
 
 def decode_prompt(values: Sequence[object]) -> Row | Damage:
-    """A row of `prompts`, from PROMPT_COLUMNS and `checksum`."""
+    """Decode a row of `prompts`: PROMPT_COLUMNS and `checksum`."""
     *columns, checksum = values
     fields = decode("prompts", PROMPTS, columns, place=columns[_ORDINAL])
     if isinstance(fields, Damage):
@@ -221,12 +220,12 @@ def decode_prompt(values: Sequence[object]) -> Row | Damage:
     return Row(**fields)
 
 
-#: What a stored row has, all of it.
+#: Columns that every stored row has.
 _OF_A_SAMPLE: Final = ("shard", "offset", "size_bytes", "digest", "key", "num_tokens", "num_pieces")
 
 
 def decode_source(values: Sequence[object]) -> Source | Damage:
-    """A row of `sources`, from SOURCE_COLUMNS and `checksum`."""
+    """Decode a row of `sources`: SOURCE_COLUMNS and `checksum`."""
     *columns, checksum = values
     fields = decode("sources", SOURCES, columns, place=columns[SOURCE_COLUMNS.index("number")])
     if isinstance(fields, Damage):
@@ -238,7 +237,7 @@ def decode_source(values: Sequence[object]) -> Source | Damage:
 
 
 def decode_start(values: Sequence[object]) -> ServerStart | Damage:
-    """A row of `server_starts`, from START_COLUMNS and `checksum`."""
+    """Decode a row of `server_starts`: START_COLUMNS and `checksum`."""
     *columns, checksum = values
     number = columns[START_COLUMNS.index("number")]
     fields = decode("server_starts", STARTS, columns, place=number)
@@ -251,12 +250,12 @@ def decode_start(values: Sequence[object]) -> ServerStart | Damage:
 
 
 def canary_digest(dump: bytes) -> str:
-    """xxh3-128 in hex."""
+    """The xxh3-128 digest of a canary's dump, in hex."""
     return xxhash.xxh3_128_hexdigest(dump)
 
 
 def decode_identity(values: Sequence[object]) -> dict[str, Any] | Damage:
-    """A row of `identity`, from `name`, `value` and `checksum`."""
+    """Decode a row of `identity`: `name`, `value` and `checksum`."""
     *columns, checksum = values
     fields = decode("identity", IDENTITY, columns, place=columns[0])
     if isinstance(fields, dict) and checksum != row_checksum(IDENTITY_COLUMNS, columns):
@@ -266,7 +265,7 @@ def decode_identity(values: Sequence[object]) -> dict[str, Any] | Damage:
 
 
 def decode_shard(values: Sequence[object]) -> Shard | Damage:
-    """A row of `shards`, from SHARD_COLUMNS."""
+    """Decode a row of `shards`: SHARD_COLUMNS."""
     fields = decode("shards", SHARDS, values, place=values[0])
     if isinstance(fields, Damage):
         return fields
@@ -278,7 +277,7 @@ def decode_shard(values: Sequence[object]) -> Shard | Damage:
 def decode(
     table: str, checks: Mapping[str, Check], values: Sequence[object], *, place: object
 ) -> dict[str, Any] | Damage:
-    """Columns by name, each checked."""
+    """Check every column; return the values by name, or Damage for the first invalid one."""
     fields: dict[str, Any] = {}
     for (name, check), value in zip(checks.items(), values, strict=True):
         try:

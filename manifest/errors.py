@@ -12,12 +12,12 @@ class ManifestMissing(ManifestError):
 
 
 class ManifestSpaceError(ManifestError):
-    """The manifest's disk is full or fails; what was committed is safe."""
+    """The manifest's disk is full or failing; committed data is safe."""
 
 
 class PromptChanged(ManifestError):
-    """A row gives another prompt than the one that an earlier session planned for it."""
+    """A row gives a different prompt than in an earlier session."""
 
 
 class ManifestDamaged(ManifestError):
-    """The file holds something that this tool did not write."""
+    """The file holds data that this tool did not write."""

@@ -82,11 +82,11 @@ class Rows:
         self._entries: dict[int, Entry] = {}
 
     def fold(self, changes: Sequence[Change]) -> Batch:
-        """What `changes`, in order, make of the rows that they touch.
+        """Fold `changes`, in order, into a batch of the rows that they touch.
 
         Raises IllegalTransition when a change does not follow from the state that its row is in,
-        PromptChanged when a row's prompt is not what it was. After that, or when the batch could
-        not be written, this object is of no use any more.
+        PromptChanged when a row's prompt differs from the planned one. Do not use this object after
+        that, or after the batch could not be written.
         """
         entries = self._entries
         shards: set[int | None] = set()
@@ -158,7 +158,7 @@ def _begin_again(entry: Entry, change: Planned | Rejected) -> Entry:
         entry.state, entry.reason = State.FAILED, change.reason
         return entry
     names = (entry.alterations or "").split(",")
-    # A prompt is cut to what the server takes, which may be another one now.
+    # A prompt is cut to the server's limit, which may have changed since.
     is_cut = TRUNCATED in names or TRUNCATED in change.alterations
     if entry.key not in (None, change.key) and not is_cut:
         raise PromptChanged(

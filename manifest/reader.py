@@ -42,10 +42,10 @@ UNFINISHED = f"state NOT IN {TERMINAL}"
 _PAGE_ROWS = 10_000
 #: Ten states of 64,000 values in float32 for each of its tokens.
 _MAX_CANARY_BYTES = 64 << 20
-_FETCHED_ROWS = 256  # at a time: what they take in memory
+_FETCHED_ROWS = 256  # rows to hold in memory at a time
 _PROMPTS = f"SELECT {', '.join(PROMPT_COLUMNS)}, checksum FROM prompts"
 _ORDINAL, _OFFSET = (PROMPT_COLUMNS.index(name) for name in ("ordinal", "offset"))
-#: Steps of SQLite's machine between two looks at how many there were.
+#: Instructions of SQLite's virtual machine between two calls of the progress handler.
 _WORK_STEPS = 1_000_000
 
 
@@ -80,7 +80,7 @@ class Reader:
         return [decode_identity(row) for row in rows]
 
     def has_begun(self) -> bool:
-        """Whether a data set was begun here. Raises ManifestDamaged where only its rows say so."""
+        """Whether a data set was begun here. Raises ManifestDamaged for rows without identity."""
         if self._fetch("SELECT 1 FROM identity LIMIT 1"):
             return True
         for table in ("sources", "prompts", "shards"):
@@ -98,7 +98,7 @@ class Reader:
         return [decode_source(row) for row in rows]
 
     def server_starts(self) -> list[ServerStart]:
-        """Every start of a server that a session extracted from, in the order of use."""
+        """Every server start that a session extracted from, in the order of use."""
         return [self._sound(record) for record in self.checked_server_starts()]
 
     def checked_server_starts(self) -> list[ServerStart | Damage]:
@@ -108,14 +108,14 @@ class Reader:
         return [decode_start(row) for row in rows]
 
     def canary(self) -> bytes | None:
-        """The dump that canaries are compared with now; None before the first."""
+        """The dump that new canaries are compared with; None before the first."""
         dump = None
         for _, found in self.checked_canaries():
             dump = self._sound(found)
         return dump
 
     def checked_canaries(self) -> Iterator[tuple[int, bytes | Damage]]:
-        """The dump of each canary that became the reference, by the number of its start."""
+        """The number of each start whose canary became the reference, and the canary's dump."""
         for number, size in self._fetch(
             "SELECT server, length(dump) FROM canaries ORDER BY server"
         ):
@@ -181,11 +181,11 @@ class Reader:
         return map(self._sound, self.checked_rows())
 
     def checked_rows(self) -> Iterator[Row | Damage]:
-        """Every row, by ordinal; in place of those that are damaged, what is wrong with them."""
+        """Every row, by ordinal; a Damage in place of each damaged one."""
         return self._checked_pages(f"{_PROMPTS} WHERE ordinal > ? ORDER BY ordinal LIMIT ?")
 
     def first_stored(self, count: int) -> list[Row]:
-        """The stored rows of the lowest ordinals."""
+        """The `count` stored rows with the lowest ordinals."""
         rows = self._fetch(f"{_PROMPTS} WHERE state = 'stored' ORDER BY ordinal LIMIT ?", count)
         return [self._sound(decode_prompt(row)) for row in rows]
 
@@ -268,7 +268,7 @@ class Reader:
         return [self._sound(record) for record in self.checked_shard_rows(number)]
 
     def checked_shard_rows(self, number: int) -> Iterator[Row | Damage]:
-        """The same a page at a time, with what is wrong in place of those that are damaged."""
+        """The samples of one shard, in file order; a Damage in place of each damaged one."""
         place = (-1, -1)
         while True:
             page = self._fetch(
@@ -290,8 +290,10 @@ class Reader:
     # --- the file itself ---------------------------------------------------------------------
 
     def limit_work(self) -> None:
-        """Bound what all queries from here on may do by the size of the file: the pages of a
-        damaged one may lead in circles."""
+        """Bound the work of all later queries in proportion to the file size.
+
+        In a damaged file, the links between pages may form a loop.
+        """
         size = sum(
             path.stat().st_size
             for path in (self.path, self.path.with_name(f"{self.path.name}-wal"))
@@ -307,8 +309,10 @@ class Reader:
         self._db.conn.set_progress_handler(look, _WORK_STEPS)
 
     def integrity_problems(self) -> list[str]:
-        """What SQLite's own check finds, and a schema that is not this tool's; empty when the file
-        is sound. Reads every row."""
+        """The problems that SQLite's own check finds, and differences from this tool's schema.
+
+        Empty if the file is sound. Reads every row.
+        """
         problems = [str(row[0]) for row in self._fetch("PRAGMA integrity_check")]
         problems = [] if problems == ["ok"] else problems
         with explained(self.path):
@@ -321,7 +325,7 @@ class Reader:
         return problems
 
     def tally_problems(self) -> list[str]:
-        """Tallies, and what shards know of their samples, that do not agree with the rows."""
+        """Tallies and sample totals of shards that do not match the rows."""
         columns = ", ".join(TALLY_COLUMNS)
         empty = "(num_rows, num_tokens, size_bytes, num_untrained) IS (0, 0, 0, 0)"
         stated = set(self._fetch(f"SELECT {columns} FROM tallies WHERE NOT {empty}"))
@@ -375,7 +379,7 @@ class Reader:
             yield decode_prompt(values)
 
     def _pages(self, sql: str, *, place: int = 0) -> Iterator[tuple[Any, ...]]:
-        """Rows by ordinal, which is the column number `place` of each."""
+        """Rows in ordinal order; `place` is the index of the ordinal's column."""
         # Pages, not one long cursor: an open read cursor would keep the WAL growing.
         last = -1
         while True:

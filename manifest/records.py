@@ -22,16 +22,16 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerStart:
-    """One start of a server that a session extracted from."""
+    """One server start that a session extracted from."""
 
     number: int  # from 0, in the order of use
-    session: int  # from 0; `extractor run` begins one, and another when all servers had gone
-    used_at: str  # ISO 8601, UTC: when its canary was checked
+    session: int  # from 0; `extractor run` begins one, and another after it lost all servers
+    used_at: str  # ISO 8601, UTC: the time of its canary check
     url: str
     boot_id: str
-    facts: Mapping[str, Any]  # what it computes with: extractor/served.py
-    canary_error: float | None  # against the reference before it; None: it had none
-    accepted: tuple[str, ...] = ()  # names of facts that the user let change here
+    facts: Mapping[str, Any]  # as announced by the server: extractor/served.py
+    canary_error: float | None  # against the canary before it; None if there was none
+    accepted: tuple[str, ...] = ()  # names of facts that the user allowed to change here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

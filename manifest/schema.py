@@ -2,9 +2,9 @@
 
 `sources`  the input files                      `prompts`  one row an input row
 `identity` what the data set is of, name/JSON   `shards`   one row a shard file
-`server_starts` each start of a server that a session extracted from, and what it announced
-`canaries` states of the canary prompt, with which later starts are compared
-`tallies`  rows, tokens and bytes by state and reason, so that nobody has to count millions of rows
+`server_starts` each server start that a session extracted from, and the facts that it announced
+`canaries` states of the canary prompt, the reference for later server starts
+`tallies`  rows, tokens and bytes by state and reason, so that totals need no scan of all rows
 
 The writer keeps the tallies, and what a shard knows of its samples, in the transaction that changes
 the rows (see batches.py); `extractor verify` compares them with the rows.
@@ -197,7 +197,7 @@ def m005_server_starts(db: Database) -> None:
             digest TEXT NOT NULL             -- xxh3-128 of the dump
         ) STRICT
         """,
-        # Rows that an older version stored have none.
+        # NULL for rows that an older version stored.
         "ALTER TABLE prompts ADD COLUMN server INTEGER REFERENCES server_starts (number)",
     ):
         db.execute(statement)
@@ -205,8 +205,8 @@ def m005_server_starts(db: Database) -> None:
 
 @migrations()
 def m006_checksums(db: Database) -> None:
-    # Of all other columns (see decoding.py): what cannot be proven from the shards, such as a
-    # label or a line, is proven by this.
+    # A checksum of the other columns (see decoding.py). It protects what the shards cannot prove,
+    # such as a label or a line number.
     for table, columns in (
         (
             "prompts",

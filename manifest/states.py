@@ -85,7 +85,7 @@ class Reason(StrEnum):
     EMPTY_PROMPT = "empty_prompt"
     RENDER_FAILED = "render_failed"
     MASK_FAILED = "mask_failed"
-    ROW_TOO_LARGE = "row_too_large"  # more bytes or levels of JSON than a row may have
+    ROW_TOO_LARGE = "row_too_large"  # exceeds the limit of bytes or of JSON nesting for a row
     THINKING_LOST = "thinking_lost"  # reasoning that was to be kept is not in the rendering
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     TOO_LONG = "too_long"

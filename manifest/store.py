@@ -82,8 +82,10 @@ class Store(Reader):
             )
 
     def add_server_start(self, start: ServerStart, canary: bytes | None) -> None:
-        """Record a start before rows of it are stored. `canary`: its states, where later starts
-        are to be compared with them from now on."""
+        """Record a server start, before any of its rows is stored.
+
+        `canary`: the states of its canary if they become the reference for later starts.
+        """
         with self._writing():
             values = (
                 json.dumps(start.accepted),
@@ -107,7 +109,7 @@ class Store(Reader):
                 )
 
     def amend(self, name: str, value: Any) -> None:
-        """Record one more thing, or another, of what the data set is of."""
+        """Add or replace one field of the data set's identity."""
         with self._writing():
             values = (name, json.dumps(value))
             self._db.conn.execute(
@@ -121,8 +123,8 @@ class Store(Reader):
         """Write `changes`, in order, in one durable transaction: all or none.
 
         Raises IllegalTransition when a change does not follow from the state that the row is in,
-        PromptChanged when a row's prompt is not what it was, ManifestSpaceError when the disk is
-        full.
+        PromptChanged when a row's prompt differs from the planned one, ManifestSpaceError when the
+        disk is full or failing.
         """
         self._require_writer()
         with explained(self.path):
@@ -209,10 +211,11 @@ class Store(Reader):
     # --- repair ------------------------------------------------------------------------------
 
     def mend(self, *, drop: Iterable[int], shard_names: Mapping[int, str]) -> None:
-        """Make again all that follows from the rows: indexes, tallies, what shards know of their
-        samples; and drop rows that are damaged, which the next session reads from the input again.
+        """Rebuild indexes, tallies and shard totals from the rows, and drop damaged rows.
 
-        Raises ManifestError, and changes nothing, where the manifest is not sound then.
+        `drop`: ordinals of rows, which the next session reads from the input again. `shard_names`:
+        number -> correct name. Raises ManifestError, and changes nothing, if the result is still
+        not sound.
         """
         with self._writing():
             self._db.execute("REINDEX")

@@ -1,7 +1,7 @@
-"""What a chat template can ask for besides its row: the time, which is frozen, and chance. Pure.
+"""Inputs of a chat template besides its row: the time, which is frozen, and random values. Pure.
 
-A prompt must come out the same in every process and every session of a data set, so nothing here
-depends on the process: not on its clock, its time zone or its seed.
+A prompt must be the same in every process and every session of a data set, so nothing here depends
+on the clock, the time zone or the random seed of the process.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Final
 
 from prompts.types import InputError
 
-#: The function that transformers gives to templates; `datetime.now().strftime` there.
+#: The clock function that transformers passes to templates, by default `datetime.now().strftime`.
 CLOCK: Final = "strftime_now"
 _MAP: Final = [("name", "map"), ("operator", "(")]
 _DIRECTIVES: Final = re.compile("%(.)", re.DOTALL)
 
 
 def current_moment() -> datetime:
-    """The time to the second, as the local time zone has it, with that zone's offset."""
+    """The current local time with its UTC offset, to the second."""
     return datetime.now().astimezone().replace(microsecond=0)
 
 
 def parse_moment(text: str) -> datetime:
-    """An ISO 8601 date or time; without an offset it is UTC. Raises `InputError`."""
+    """Parse an ISO 8601 date or time; without an offset it is UTC. Raises `InputError`."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as exc:
@@ -42,12 +42,12 @@ def reads_clock(template: str) -> bool:
 
 
 def clock_at(moment: datetime) -> Callable[[str], str]:
-    """`strftime_now` of a clock that stands still."""
-    # Without its offset, since templates get the bare local time from transformers.
+    """A `strftime_now` that always formats `moment`."""
+    # Drop the offset, since transformers passes naive local time to templates.
     bare = moment.replace(tzinfo=None)
 
     def strftime(format: str) -> str:
-        # %s is the one directive that would go through this process's time zone.
+        # %s is the only directive that depends on the time zone of the process.
         seconds = str(int(moment.timestamp()))
         return bare.strftime(
             _DIRECTIVES.sub(lambda found: seconds if found[1] == "s" else found[0], format)
@@ -57,9 +57,9 @@ def clock_at(moment: datetime) -> Callable[[str], str]:
 
 
 def draws_at_random(template: str) -> bool:
-    """Whether the chat template uses what Jinja has of chance: `lipsum`, and the filter `random`.
+    """Whether the chat template uses Jinja's random features: `lipsum` and the filter `random`.
 
-    Raises what jinja2 raises for a template that cannot be read.
+    Raises what jinja2 raises for an invalid template.
     """
     from jinja2 import Environment
 

@@ -1,13 +1,13 @@
-"""A file read in blocks, each compared with its digest before any byte of it is used.
+"""Reads a file in blocks and checks the digest of each block before any of its bytes is used.
 
-A prompt file is read several times: scanned first, then read for its prompts, perhaps once more for
+A prompt file is read several times: first for the scan, then for its prompts, perhaps again for
 dumps that an earlier session left, and again when a server comes back. It may be overwritten in
-between. So the scan keeps a digest of each block, and every later read digests the block again, in
-memory, and gives out the bytes that it digested. A prompt is thus made from scanned bytes or not at
-all. Times and sizes of the file prove less: they can be restored, stand still for a clock tick, or
-be cached by a network file system.
+between. The scan therefore records a digest of each block; every later read hashes the block in
+memory and returns exactly the bytes that it hashed. A prompt is thus made from scanned bytes or not
+at all. The file's times and size prove less: they can be restored, stay equal within a clock tick,
+or be cached by a network file system.
 
-The digests take 16 bytes for each MiB of the file and nothing for its rows.
+The digests take 16 bytes for each MiB of the file, however many rows it has.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ DIGEST_BYTES: Final = 16
 
 
 class BlockFile(io.RawIOBase):
-    """A regular file; it records digests while it is scanned, and is proven by them afterwards.
+    """A regular file that records block digests on the first read and checks them afterwards.
 
-    Without `digests`, blocks that are read in order are recorded; each is compared when it is read
-    again. Only blocks behind those recorded so far are given out unproven.
+    Without `digests`, the digests of blocks that are read in order are recorded, and checked when a
+    block is read again. Only blocks after those recorded so far are returned unchecked.
     """
 
     def __init__(self, file: BinaryIO, path: str, digests: bytes | None = None) -> None:
-        """`path`: for messages. `digests`: of all blocks, as the scan recorded them."""
+        """`path`: for messages. `digests`: those of all blocks, as the scan recorded them."""
         self._descriptor = file.fileno()
         self._path = path
         self._digests = bytearray(digests or b"")
@@ -42,12 +42,12 @@ class BlockFile(io.RawIOBase):
         self.size_bytes = 0
         self._position = 0
         self._block = bytearray(BLOCK_BYTES)
-        self._index = -1  # of the block that is in it
+        self._index = -1  # of the block in the buffer
         self._length = 0
 
     @property
     def digests(self) -> bytes:
-        """Of the blocks recorded so far."""
+        """The digests of the blocks recorded so far."""
         return bytes(self._digests)
 
     def readable(self) -> bool:
@@ -64,12 +64,12 @@ class BlockFile(io.RawIOBase):
             offset += self._position
         elif whence == os.SEEK_END:
             offset += os.fstat(self._descriptor).st_size
-            self._index = -1  # a file of another length shows in its last block, read anew
+            self._index = -1  # read the last block again: it reveals a changed length
         self._position = offset
         return offset
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill the buffer, but for the end of the file. Raises `InputError` where it changed."""
+        """Fill the buffer, less only at the end of the file. Raises `InputError` if it changed."""
         view = memoryview(buffer).cast("B")
         size = 0
         while size < len(view):
@@ -78,7 +78,7 @@ class BlockFile(io.RawIOBase):
                 got = self._read_block(index, view[size : size + BLOCK_BYTES])
             else:
                 if index != self._index:
-                    self._index = -1  # until the block is proven
+                    self._index = -1  # until the block has been checked
                     self._length = self._read_block(index, memoryview(self._block))
                     self._index = index
                 part = memoryview(self._block)[start : self._length][: len(view) - size]
@@ -91,14 +91,14 @@ class BlockFile(io.RawIOBase):
         return size
 
     def drain(self) -> str:
-        """Record the blocks that are left; the digest of the whole file, 32 hexadecimal digits."""
+        """Record the remaining blocks; return the file's digest, 32 hexadecimal digits."""
         block = memoryview(bytearray(BLOCK_BYTES))
         while not self._is_complete:
             self._read_block(len(self._digests) // DIGEST_BYTES, block)
         return self._digest.hexdigest()
 
     def _read_block(self, index: int, into: memoryview) -> int:
-        """Its bytes, recorded or proven; how many there are."""
+        """Read a block, and record or check its digest; return its number of bytes."""
         size = self._read_bytes(index * BLOCK_BYTES, into)
         data = into[:size]
         digest = xxhash.xxh3_128_digest(data) if size else b""

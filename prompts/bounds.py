@@ -1,7 +1,7 @@
-"""Limits that keep one row from taking the memory or the time of all others. Pure.
+"""Limits that keep a single row from exhausting memory or time. Pure.
 
-Each is checked where the size is first known: bytes before a row is parsed, levels once it is
-parsed, turns and tokens before it is rendered.
+Each limit is checked as soon as the size is known: bytes before a row is parsed, nesting levels
+after it is parsed, turns and tokens before it is rendered.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ import orjson
 
 from prompts.types import RowError, RowReason
 
-#: Most bytes of one row's JSON. A million tokens, with their ids, their mask and their text, take
-#: less than half of it.
+#: Maximum bytes of one row's JSON. A million tokens, with ids, mask and text, take less than half.
 MAX_ROW_BYTES: Final = 32 << 20
-#: Stands for a row of more bytes, which is not kept in memory. No other row is empty.
+#: Stands for a larger row, which is not kept in memory. Other rows are never empty.
 OVERSIZED: Final = b""
-#: Most levels of a row's JSON, and of JSON in its strings. Schemas of tools have about 20.
+#: Maximum nesting of a row's JSON, and of JSON in its strings. Tool schemas have about 20 levels.
 MAX_LEVELS: Final = 100
-#: Longest prompt where neither a server nor a person says what is too long.
+#: Longest prompt if neither a server nor the user sets a limit.
 MAX_TOKENS: Final = 1 << 20
 
 
-#: Texts of fewer bytes for each token of the bound are tokenised without being looked at before.
+#: Texts of up to this many bytes per token of the bound are tokenised without a check first.
 BYTES_PER_TOKEN: Final = 8
-#: Longer texts are tokenised only where the bound has as many tokens: each takes some 200 bytes.
+#: Longer texts are tokenised whole only up to BYTES_PER_TOKEN characters per token of the bound,
+#: since each token takes about 200 bytes.
 MAX_WHOLE_CHARS: Final = 1 << 22
-#: Most bytes that the parts of one row may take together, as each of them is parsed again.
+#: Maximum total bytes of one row's parts, since the row is parsed again for each part.
 MAX_EXPANDED_BYTES: Final = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBound:
-    """The longest prompt that is of use, and what becomes of a longer one."""
+    """The longest useful prompt, and the treatment of longer ones."""
 
     max_tokens: int = MAX_TOKENS
     keeps_beginning: bool = False  # else the row fails
 
     @property
     def too_many(self) -> int:
-        """Texts whose pieces give more tokens than these give more than `max_tokens` as a whole.
+        """Texts whose pieces give more tokens than this exceed `max_tokens` as a whole.
 
-        A text that is cut gives a few tokens more around each cut; not twice as many in all.
+        Cutting a text into pieces adds a few tokens at each cut, but less than doubles the total.
         """
         return 2 * self.max_tokens
 
     def is_near(self, texts: Sequence[str]) -> bool:
-        """Whether the texts are short enough to be tokenised without further ado."""
+        """Whether the texts are short enough to be tokenised without a check first."""
         if len(texts) > self.max_tokens:
             return False
         most = BYTES_PER_TOKEN * self.max_tokens
@@ -66,14 +66,14 @@ def oversized() -> RowError:
 
 
 def parse_json(data: bytes | str) -> object:
-    """`orjson.loads` within `MAX_LEVELS`.
+    """Parse JSON with at most `MAX_LEVELS` levels of nesting.
 
-    Raises orjson.JSONDecodeError, and `RowError` (row_too_large) for more levels.
+    Raises orjson.JSONDecodeError, and `RowError` (row_too_large) for deeper nesting.
     """
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as exc:
-        if "limit" not in exc.msg:  # its own, of 1,024 levels
+        if "limit" not in exc.msg:  # orjson has a limit of its own, 1,024 levels
             raise
     else:
         if not _is_deep(data, value):
@@ -87,7 +87,7 @@ def _is_deep(data: bytes | str, value: object) -> bool:
     else:
         num_opened = data.count(b"[") + data.count(b"{")
     if num_opened <= MAX_LEVELS:
-        return False  # the common case, cheaply
+        return False  # a cheap test for the common case
     level = [value]
     for _ in range(MAX_LEVELS):
         level = [

@@ -13,7 +13,7 @@ from prompts.compression import missing_extra
 
 #: Rows turned into Python objects at a time.
 BATCH_ROWS: Final = 64
-#: Most bytes that they may take, but for a single one.
+#: Maximum bytes of those rows, unless a single row is larger.
 BATCH_BYTES: Final = 1 << 28
 #: Read from a column of a row group at a time.
 BUFFER_BYTES: Final = 1 << 20
@@ -23,14 +23,14 @@ ARROW_FILE_MAGIC: Final = b"ARROW1"
 NumberedRow = tuple[int, bytes | None]
 
 
-#: Where the bytes of a file lie: its path, or an open file that can seek.
+#: A source of a file's bytes: its path, or an open seekable file.
 Place = str | io.RawIOBase
 
 
 def parquet_rows(place: Place, name: str, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
     """The rows of a Parquet file; row groups whose rows are all skipped are not even read.
 
-    `name`: what to call it in messages.
+    `name`: the file's name in messages.
     """
     try:
         import pyarrow.parquet as pq
@@ -54,8 +54,11 @@ def parquet_rows(place: Place, name: str, skip: Callable[[int], bool]) -> Iterat
 
 
 def _rows_at_a_time(group: Any) -> int:
-    """As a value that is stored once may be that of every row, no value is known to be smaller
-    than its column."""
+    """The number of rows of a row group to convert at a time, within `BATCH_BYTES`.
+
+    Any row may be as large as the whole column, since a value that is stored once may be repeated
+    in every row.
+    """
     columns = (group.column(number) for number in range(group.num_columns))
     largest = max((column.total_uncompressed_size for column in columns), default=0)
     return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, largest)))
@@ -117,7 +120,7 @@ def _batch_rows(batch: Any, index: int, skip: Callable[[int], bool]) -> Iterator
 
 
 def _size_bytes(batch: Any) -> int:
-    """At least what the batch takes as Python objects, but for the overhead of each object."""
+    """An upper bound for the batch as Python objects, without the overhead of each object."""
     return sum(
         column.dictionary.nbytes * len(column) if hasattr(column, "dictionary") else column.nbytes
         for column in batch.columns
@@ -125,7 +128,7 @@ def _size_bytes(batch: Any) -> int:
 
 
 def _row_as_json(row: Any) -> bytes:
-    """`row`: a batch of one row."""
+    """Serialise `row`, a batch of one row."""
     columns = (
         column.dictionary_decode() if hasattr(column, "dictionary") else column
         for column in row.columns

@@ -1,4 +1,4 @@
-"""A file's bytes, decompressed as they are read: never more than a chunk in memory."""
+"""Decompresses a file as it is read, with at most one chunk in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GZIP_MAGIC: Final = b"\x1f\x8b"
 ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 #: zstd's own bound, so that files made with --long open as well.
 MAX_WINDOW_BYTES: Final = 1 << 31
-#: Bytes of a zstd file that are decompressed at a time. Four may give 128 KiB, so the bites are
-#: small, and smaller where they give much.
+#: Bytes of a zstd file to decompress at a time. Four bytes may expand to 128 KiB, so the pieces are
+#: small, and shrink after a piece that expanded to much.
 MIN_BITE_BYTES: Final = 1 << 6
 MAX_BITE_BYTES: Final = 1 << 11
 

@@ -5,8 +5,8 @@ space to JSON), so a U+2028 inside a string splits nothing.
 JSON array: a row is an element of the outermost array.
 Parquet, Arrow: a row is a row.
 The first two and Parquet may be compressed with gzip or zstd. One UTF-8 byte order mark at the
-start is dropped. Memory does not grow with the file: one row, or one batch of rows, at a time, and
-a row of more than `MAX_ROW_BYTES` is passed over.
+start is dropped. Memory does not grow with the file: it holds one row, or one batch of rows, at a
+time, and a row of more than `MAX_ROW_BYTES` is skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from prompts.types import InputError
 UTF8_BOM: Final = b"\xef\xbb\xbf"
 PARQUET_MAGIC: Final = b"PAR1"
 ARROW_MAGICS: Final = (b"ARROW1", b"\xff\xff\xff\xff")
-#: After so many blank lines, further ones are passed over in blocks.
+#: After this many blank lines in a row, further ones are skipped in blocks.
 MANY_BLANK_LINES: Final = 64
 
 #: First bytes of files that hold no rows for us -> what they are and what to do.
@@ -83,7 +83,7 @@ class Container:
 
     @property
     def is_read_at_random(self) -> bool:
-        """Whether the file itself is, so that reading its rows records no digests."""
+        """Whether reading rows seeks in the file itself, and so does not record all its digests."""
         return self.kind in (Kind.PARQUET, Kind.ARROW) and not self._is_compressed
 
     @cached_property
@@ -104,11 +104,10 @@ class Container:
         return copy.name
 
     def rows(self, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
-        """Each row's number from 1 (the line, of JSONL) and its JSON, to be iterated over once.
+        """Yield each row's number from 1 (in JSONL, the line) and its JSON; can be called once.
 
-        The JSON is None where `skip` says yes to the row's index, which counts from 0, and
-        `OVERSIZED` where the row has too many bytes.
-        Raises `InputError` where the file cannot be read on.
+        The JSON is None if `skip` is true for the row's index, which counts from 0, and `OVERSIZED`
+        if the row has too many bytes. Raises `InputError` if the file cannot be read further.
         """
         with explained(self._path):
             match self.kind:
@@ -133,9 +132,10 @@ class Container:
 def open_container(
     path: str, digests: bytes | None = None
 ) -> Iterator[tuple[Container, BlockFile]]:
-    """The file's rows, and what records or, given `digests`, proves its blocks as they are read.
+    """Open a prompt file: its container, and the blocks that it is read from.
 
-    Raises `InputError`.
+    The blocks record their digests or, if `digests` is given, are checked against them. Raises
+    `InputError`.
     """
     with _open(path) as file, ExitStack() as stack:
         blocks = BlockFile(file, path, digests)
@@ -197,12 +197,12 @@ def _lines(stream: io.BufferedReader[Any], skip: Callable[[int], bool]) -> Itera
 
 
 def is_blank(line: bytes) -> bool:
-    """Whether a line holds no row."""
+    """Whether a line is blank, so that it is not a row."""
     return line.isspace()
 
 
 def _pass_blank_lines(stream: io.BufferedReader[Any]) -> int:
-    """Reads the blank lines that are buffered whole; how many they are."""
+    """Skip the blank lines that are completely buffered; return their number."""
     start = stream.peek(CHUNK_BYTES)
     blank = start[: len(start) - len(start.lstrip())]
     return stream.read(blank.rfind(b"\n") + 1).count(b"\n")

@@ -27,7 +27,7 @@ from prompts.types import Alteration, RowError, RowReason
 
 
 def up_to_answer(conversation: Conversation, part: int) -> Conversation:
-    """The conversation up to number `part` of the answers to be trained; whole without any."""
+    """The conversation up to trained answer number `part`; all of it if none is trained."""
     answers = [index for index, turn in enumerate(conversation.turns) if turn.is_trained]
     if not answers:
         return conversation
@@ -70,7 +70,7 @@ class ConversationReader:
         if answers and not trained:
             detail = "the row excludes every answer that would be trained"
             raise RowError(RowReason.NO_SUPERVISION, detail)
-        # A template may cut an answer at a tag, be it one that is not trained.
+        # A template may cut any answer at a tag, even one that is not trained.
         tagged = [index for index in answers if THINK_END in answer_of(rendering.turns[index])]
         located = sorted({*trained, *thoughtful, *tagged})
         spans = dict(zip(located, self._finder.spans(rendering, located), strict=True))
@@ -184,7 +184,10 @@ class ConversationReader:
 
 
 def _apart(turn: Turn) -> Turn:
-    """The turn as templates take it that would cut its answer at a tag that it only mentions."""
+    """The turn with its reasoning in a separate field if its answer merely mentions a tag.
+
+    Otherwise templates would cut the answer at that tag.
+    """
     answer = answer_of(turn)
     if turn.role == "assistant" and THINK_END in answer and only_mentions_tags(answer):
         return with_reasoning_apart(turn)
@@ -196,7 +199,8 @@ def _hidden(rendering: Rendering, indices: Iterable[int], spans: dict[int, Span]
     hidden = []
     for index in indices:
         start, end = spans[index]
-        # Where it can be told, not in the answer: that may repeat a short thought.
+        # If the answer's start is known, search only before it: an answer may repeat a short
+        # thought.
         position = answer_start(rendering, index, spans[index])
         shown = rendering.text[start : end if position is None else position]
         if reasoning_of(rendering.turns[index]) not in shown:

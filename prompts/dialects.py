@@ -47,7 +47,7 @@ class Ids:
     """Tokens to be sent as they are."""
 
     input_ids: npt.NDArray[np.int32]  # [N], N >= 1, none negative
-    num_written: int  # N and the padding that was cut
+    num_written: int  # the row's ids, padding included
     loss_mask: npt.NDArray[np.uint8] | None  # [N], 0 or 1; None where the row has none
     alterations: frozenset[Alteration] = frozenset()
 
@@ -76,7 +76,7 @@ def decode_row(data: bytes) -> Row:
 def label_of(row: Row) -> str | None:
     """The row's own id as JSON text: the first of `LABEL_FIELDS` that is a string or number.
 
-    A string is cut after `MAX_LABEL_CHARS`, as the manifest keeps it.
+    A string is cut after `MAX_LABEL_CHARS`, since the manifest stores it.
     """
     for field in LABEL_FIELDS:
         if isinstance(value := row.get(field), str) and len(value) > MAX_LABEL_CHARS:
@@ -87,9 +87,9 @@ def label_of(row: Row) -> str | None:
 
 
 def read_item(row: Row, options: ReadingOptions = DEFAULTS) -> Item:
-    """What the row holds: of the fields that were asked for, or of the first dialect that knows it.
+    """Read a row: the requested fields, or else the first dialect that recognises it.
 
-    Raises `RowError`, also for columns that speak of training and are not understood.
+    Raises `RowError`, also for columns about training that are not understood.
     """
     if options.ignored_columns:
         row = {name: value for name, value in row.items() if name not in options.ignored_columns}
@@ -138,9 +138,9 @@ def _why_unknown(row: Row) -> str:
 
 
 def count_parts(data: bytes, options: ReadingOptions) -> int:
-    """How many prompts a row expands to: one for each answer to be trained, or one.
+    """The number of prompts that a row expands to: one for each trained answer, at least one.
 
-    A row that gives no prompt counts as one, which then fails with its reason.
+    An invalid row counts as one prompt, which later fails with the row's reason.
     """
     try:
         item = read_item(decode_row(data), options)
@@ -157,9 +157,9 @@ def _num_parts(item: Conversation) -> int:
 
 
 def check_parts(item: Conversation, size_bytes: int) -> None:
-    """Raises `RowError` (row_too_large) for a row whose parts, each with all of it, are too much.
+    """Raises `RowError` (row_too_large) for a row that is too large to be parsed for each part.
 
-    `size_bytes`: of the row.
+    `size_bytes`: the size of the row.
     """
     num_parts = _num_parts(item)
     if num_parts * size_bytes > MAX_EXPANDED_BYTES:
@@ -204,7 +204,7 @@ def _ids(row: Row, options: ReadingOptions) -> Ids | None:
 
 
 def _read_ids(field: str, ids: object, row: Row) -> Ids:
-    """The ids of one column; where the row says which are the prompt's, that is its mask, too."""
+    """The ids of one column, with a loss mask if the row gives prompt and completion ids, too."""
     values = _id_list(field, ids)
     found = [name for name in ID_PAIR if isinstance(row.get(name), list)]
     if len(found) == 1:
@@ -221,7 +221,7 @@ def _read_ids(field: str, ids: object, row: Row) -> Ids:
 
 
 def _id_pair(row: Row, names: Sequence[str]) -> Ids:
-    """A prompt's ids and its answer's."""
+    """The ids of a prompt followed by those of its answer, from two columns."""
     prompt, answer = (_id_list(name, row[name]) for name in names)
     return _masked(row, [*prompt, *answer], num_prompt=len(prompt))
 
@@ -260,7 +260,7 @@ def _conversations(row: Row, options: ReadingOptions) -> Conversation | None:
 
 
 def _conversation(row: Row, options: ReadingOptions) -> Conversation | None:
-    # Elsewhere a column of that name holds text that was written for a person.
+    # In other data sets, a column of this name holds human-readable text.
     if not isinstance(_listed("conversation", row.get("conversation")), list):
         return None
     return _turns_beside(row, "conversation", options)
@@ -390,7 +390,7 @@ def _only(row: Row, fields: Iterable[str]) -> str | None:
     """
     found = [field for field in fields if _has_value(row.get(field))]
     if "target" in found and isinstance(row["target"], bool | int | float):
-        found.remove("target")  # a class or a score
+        found.remove("target")  # a class or a score, not text
     if "instruction" in found:
         found = [field for field in found if field != "input"]  # what the instruction is about
     if "answer" in found and not {"solution", "generated_solution"}.isdisjoint(found):

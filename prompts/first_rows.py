@@ -23,7 +23,7 @@ def require_rows(path: str) -> None:
         for _, data in islice(container.rows(lambda index: False), NUM_ROWS):
             assert data is not None
             if data == OVERSIZED:
-                return  # says nothing of the file; the row fails when it is read
+                return  # its format is unknown; the row fails when it is read
             try:
                 decode_row(data)
             except RowError as exc:

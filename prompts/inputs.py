@@ -20,7 +20,7 @@ class InputFile:
     size_bytes: int
     digest: str  # XXH3-128 of the content as it lies on the disk, 32 hexadecimal digits
     num_rows: int  # at least 1; where rows are expanded, what they expand to
-    block_digests: bytes = field(repr=False)  # what proves each later read: see `prompts.blocks`
+    block_digests: bytes = field(repr=False)  # to check later reads: see `prompts.blocks`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,9 +54,9 @@ def read_rows(
     skip: Callable[[int], bool] = lambda ordinal: False,
     count_parts: CountParts | None = None,
 ) -> Generator[RawRow]:
-    """Yields the rows of scanned files in order, but those whose ordinal `skip` says yes to.
+    """Yields the rows of scanned files in order, except those for whose ordinal `skip` is true.
 
-    Raises `InputError` where a file cannot be read or has changed, before a changed row is given.
+    Raises `InputError` if a file cannot be read or has changed, before it yields a changed row.
     """
     ordinal = 0
     for file in files:
@@ -67,7 +67,7 @@ def read_rows(
                 break
             if row is not None:
                 yield row
-        if ordinal != end:  # of the same bytes
+        if ordinal != end:  # although the bytes are the same
             raise InputError(
                 f"{file.path}: {file.num_rows} rows were counted and others read: was a package "
                 "that reads it replaced meanwhile? Run the same command again"
@@ -101,7 +101,7 @@ def _read(
 
 def _scan(path: str, count_parts: CountParts | None) -> InputFile:
     with open_container(path) as (container, blocks):
-        if container.is_read_at_random:  # first, so that rows are counted in what was digested
+        if container.is_read_at_random:  # record all digests before the rows are counted
             with explained(path):
                 blocks.drain()
         if count_parts is None:

@@ -1,7 +1,7 @@
-"""The elements of a JSON array, cut out of its bytes without parsing them.
+"""Splits a JSON array into the bytes of its elements without parsing them.
 
-An element is then parsed as a line is: what is wrong within one fails that row only, numbers keep
-their digits, and one that is too long is passed over in constant memory.
+Each element is later parsed like a line of JSONL: an error within it fails that row only, numbers
+keep their digits, and an overlong element is skipped in constant memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prompts import bounds
 
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _QUOTE, _COMMA = b'",'
-#: What each byte adds to the depth.
+#: Change of the nesting depth by each byte value.
 _STEPS: Final = np.zeros(256, dtype=np.int64)
 _STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
 _IS_STRUCTURE: Final = _STEPS != 0
@@ -25,13 +25,13 @@ _IS_STRUCTURE[_COMMA] = True
 
 
 class ArrayFault(Exception):
-    """The array cannot be read on; says what is wrong and what to do."""
+    """The array cannot be read further; the message states the problem and the fix."""
 
 
 def array_elements(stream: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
-    """The JSON of each element, or `OVERSIZED`; the stream begins with the array.
+    """Yield the JSON of each element, or `OVERSIZED`; the stream must begin with the array.
 
-    Raises `ArrayFault` where the array is cut off, lacks an element, or does not end the stream.
+    Raises `ArrayFault` if the array is truncated, lacks an element, or is followed by other data.
     """
     scanner = _Scanner()
     element = _Element()
@@ -40,9 +40,9 @@ def array_elements(stream: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
         start = 0
         for position, is_end in scanner.borders(chunk):
             if not scanner.is_begun:
-                scanner.is_begun = True  # the bracket that opens the array
+                scanner.is_begun = True  # this is the array's opening bracket
                 if chunk[:position].strip():
-                    raise ArrayFault("something stands before its beginning: remove it")
+                    raise ArrayFault("there is other data before it: remove it")
                 start = position + 1
                 continue
             element.add(chunk[start:position])
@@ -50,7 +50,7 @@ def array_elements(stream: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
             data = element.take()
             if data is None:
                 if num_elements or not is_end:
-                    raise ArrayFault("an element is missing there: remove the comma")
+                    raise ArrayFault("an element is missing: remove the comma")
             else:
                 num_elements += 1
                 yield data
@@ -58,24 +58,24 @@ def array_elements(stream: BinaryIO, chunk_bytes: int) -> Iterator[bytes]:
                 _require_end(chunk[position:], stream, chunk_bytes)
                 return
         element.add(chunk[start:])
-    raise ArrayFault("it is cut off: copy the file again")
+    raise ArrayFault("it is truncated: copy the file again")
 
 
 def _require_end(rest: bytes, stream: BinaryIO, chunk_bytes: int) -> None:
     if not rest.startswith(b"]"):
-        raise ArrayFault("a bracket is closed there that is not open: remove it")
+        raise ArrayFault("there is an unmatched closing bracket: remove it")
     rest = rest[1:]
     while not rest.strip():
         if not (rest := stream.read(chunk_bytes)):
             return
     raise ArrayFault(
-        "something stands behind its end: remove it, or give one JSON object on each line; "
+        "there is other data after it: remove it, or give one JSON object on each line; "
         "rows of lists are not supported"
     )
 
 
 class _Element:
-    """The bytes of one element, from one chunk or several."""
+    """Collects the bytes of one element from one or more chunks."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -91,7 +91,7 @@ class _Element:
             self._parts.append(part)
 
     def take(self) -> bytes | None:
-        """The element; None where there is only white space."""
+        """Return the element and reset; None if it is only white space."""
         size_bytes, data = self._size_bytes, b"".join(self._parts).rstrip()
         self._parts, self._size_bytes = [], 0
         if size_bytes > bounds.MAX_ROW_BYTES:
@@ -109,9 +109,9 @@ class _Scanner:
         self._held = b""
 
     def whole(self, data: bytes) -> bytes:
-        """The chunk that `data` makes, without a backslash at its end: the next one begins there.
+        """Make `data` a chunk that does not end within an escape; the next chunk gets the rest.
 
-        Empty at the end of the stream only.
+        Empty only at the end of the stream.
         """
         data, self._held = self._held + data, b""
         if len(data) > 1 and (len(data) - len(data.rstrip(b"\\"))) % 2:
@@ -119,7 +119,7 @@ class _Scanner:
         return data
 
     def borders(self, chunk: bytes) -> list[tuple[int, bool]]:
-        """Where the array begins, where an element ends, and whether the array ends there."""
+        """Positions where the array begins or an element ends, and whether the array ends there."""
         plain = _ESCAPE.sub(b"__", chunk) if b"\\" in chunk else chunk
         values: npt.NDArray[Any] = np.frombuffer(plain, dtype=np.uint8)
         quotes = np.flatnonzero(values == _QUOTE)

@@ -38,8 +38,8 @@ from prompts.tools import ToolCall
 from prompts.turns import Turn
 from prompts.types import RowError, RowReason
 
-#: An answer that is located by rendering again costs a rendering of all turns, or several. So many
-#: turns, over all such answers of a row, take most of a minute.
+#: Maximum turns to render again for one row. Locating an answer this way costs one or more
+#: renderings of all turns; this many turns take most of a minute.
 MAX_TURNS_RENDERED: Final = 1 << 20
 
 #: What a template was seen to put around an answer: role header and end marker.
@@ -108,7 +108,7 @@ class SpanFinder:
         return _Locator(rendering, len(rendering.turns) - 1).closing()
 
     def _around_content(self, rendering: Rendering, indices: Sequence[int]) -> list[Span | None]:
-        """The spans of plain answers between the header and the marker, where that is certain."""
+        """The spans of plain answers between header and marker; None for uncertain ones."""
         text = rendering.text
         if self._frame is None:
             return [None] * len(indices)
@@ -152,9 +152,9 @@ def without_thinking(rendering: Rendering, index: int, span: Span) -> Span:
 
 
 def answer_start(rendering: Rendering, index: int, span: Span) -> int | None:
-    """Where an assistant turn's answer begins, behind what its span shows of its reasoning.
+    """The position of an assistant turn's answer, after any reasoning that its span shows.
 
-    None where that cannot be proven.
+    None if it cannot be proven.
     """
     start, end = span
     turn, shown = rendering.turns[index], rendering.text[start:end]
@@ -172,7 +172,7 @@ def answer_start(rendering: Rendering, index: int, span: Span) -> int | None:
 
 
 def _behind_block(shown: str, reasoning: str) -> int | None:
-    """Where what follows the block of that reasoning begins, if the text begins with the block."""
+    """The position after the reasoning block at the start of the text; None without one."""
     position = _behind_space(shown, 0)
     if shown.startswith(THINK_START, position):
         position = _behind_space(shown, position + len(THINK_START))
@@ -331,7 +331,7 @@ class _Locator:
         return word
 
     def answer_start(self, answer: str) -> int | None:
-        """Where the turn's answer begins: where another answer behind its reasoning does."""
+        """The position of the turn's answer, found by rendering another answer in its place."""
         word = self._unused_word()
         turns = list(self._turns)
         turns[self._index] = with_answer(turns[self._index], word)

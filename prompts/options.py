@@ -42,10 +42,10 @@ class Train(StrEnum):
 
 
 class Tools(StrEnum):
-    """What becomes of tool definitions that the chat template does not know."""
+    """The treatment of tool definitions that the chat template does not support."""
 
-    KEEP = "keep"  # the row fails
-    DROP = "drop"  # they are left out, and counted; a row that calls tools still fails
+    KEEP = "keep"  # fail the row
+    DROP = "drop"  # leave them out and count the row; a row that calls tools still fails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,13 @@ class ReadingOptions:
     train: Train = Train.ALL
     train_thinking: bool = True
     tools: Tools = Tools.KEEP
-    #: Columns, and keys of turns that speak of training, to be read as if they were not there.
+    #: Names to ignore: columns, and keys of turns that are about training.
     ignored_columns: tuple[str, ...] = ()
     template_kwargs: Mapping[str, Any] = field(
         default_factory=dict
     )  # JSON values, for the template
     chat_template: str | None = None  # its text, instead of the model's
-    #: The time that a chat template is given, with an offset; None: that at which it is loaded.
+    #: The time that the chat template gets, with an offset; None: the time at which it is loaded.
     now: datetime | None = None
 
     def __post_init__(self) -> None:
@@ -85,8 +85,11 @@ class ReadingOptions:
         return self.train is Train.LAST or self.thinking is Thinking.EXPAND
 
     def to_document(self) -> dict[str, Any]:
-        """JSON-ready; without the chat template, whose digest is kept elsewhere, and without the
-        time, which matters to some templates only (see `Renderer.now`)."""
+        """The options, JSON-ready, without the chat template and the time.
+
+        The template's digest is kept elsewhere; only some templates read the time
+        (see `Renderer.now`).
+        """
         kwargs = orjson.dumps(dict(self.template_kwargs), option=orjson.OPT_SORT_KEYS)
         return {
             "fields": list(self.fields),

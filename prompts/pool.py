@@ -38,8 +38,8 @@ class RendererPool:
     """`num_workers` processes that each load the tokenizer once."""
 
     def __init__(self, renderer: Renderer, *, num_workers: int) -> None:
-        """`renderer`: was loaded here; the processes, which start with the first rows, load the
-        same or fail."""
+        """`renderer`: the one of this process. The worker processes start with the first rows, and
+        fail if they load another tokenizer or chat template."""
         assert renderer.source is not None
         self.num_workers = num_workers
         self._is_closed = False
@@ -75,11 +75,11 @@ class RendererPool:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def prompts_from(self, rows: Iterable[RawRow]) -> Iterator[Prompt | BadRow]:
-        """What `Renderer.prompt_from` gives for each row, in order.
+        """Yield the result of `Renderer.prompt_from` for each row, in order.
 
         At most `BATCHES_AHEAD` batches for each process are read before the first of them is used.
-        Ends early where the pool is closed. Raises `TokenizerError` where a process dies, or finds
-        another tokenizer than the one that was loaded here.
+        Ends early if the pool is closed. Raises `TokenizerError` if a process dies, or loads a
+        tokenizer or chat template other than that of this process.
         """
         ahead: deque[Future[Results]] = deque()
         try:
@@ -119,7 +119,7 @@ def _batches(rows: Iterable[RawRow]) -> Iterator[Batch]:
 # --- in the worker process --------------------------------------------------------------------
 
 _renderer: Renderer | None = None
-_failure: TokenizerError | None = None  # raised with the rows: a process that fails says nothing
+_failure: TokenizerError | None = None  # raised for the first rows: a crash would hide the reason
 
 
 def _begin(

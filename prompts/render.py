@@ -60,11 +60,11 @@ class Renderer:
         *,
         bound: TokenBound = NO_BOUND,
     ) -> None:
-        """`tokenizer`: a transformers tokenizer; without one only rows of ids give prompts.
+        """`tokenizer`: a transformers tokenizer; without one, only rows of ids give prompts.
 
-        `bound`: texts far beyond it are not tokenised whole. A prompt may still be longer.
+        `bound`: texts far longer than it are not tokenised whole. A prompt may still exceed it.
         """
-        #: With a time in any case, so that all processes have the same.
+        #: Always with a time, so that all processes use the same.
         self.options = options if options.now else replace(options, now=current_moment())
         self.bound = bound
         #: What another process can load the same tokenizer from; None where it was handed over.
@@ -127,7 +127,7 @@ class Renderer:
 
     @property
     def now(self) -> str | None:
-        """The time that the chat template is given, in ISO 8601; None where it asks for none."""
+        """The time that the chat template gets, in ISO 8601; None if it does not read the clock."""
         if self._tokenizer is None or not self._tokenizer.reads_clock:
             return None
         assert self.options.now is not None
@@ -195,7 +195,7 @@ class Renderer:
         )
 
     def _check_length(self, texts: Sequence[str]) -> None:
-        """Raises `RowError` (too_long) where texts that are all in the prompt make it too long."""
+        """Raises `RowError` (too_long, row_too_large) if the prompt's texts alone are too long."""
         bound = self.bound
         assert self._tokenizer is not None
         if bound.keeps_beginning or bound.is_near(texts):
@@ -270,7 +270,7 @@ def _bad_row(row: RawRow, label: str | None, error: RowError) -> BadRow:
 
 
 def _shown_of(turn: Turn) -> str:
-    """What a rendering has of a turn whatever the template leaves out."""
+    """The text of a turn that every template renders, even one that drops reasoning."""
     return turn.content.rpartition(THINK_END)[2] if turn.role == "assistant" else turn.content
 
 

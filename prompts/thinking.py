@@ -1,9 +1,9 @@
 """Reasoning of assistant turns: in a field of its own, or in a block at the start of the content.
 Pure.
 
-Only a block that the content begins with is reasoning. A `</think>` further on is text: an answer
-may well speak of the tag. Many templates cut there all the same, so what they leave of an answer
-is proven (`prompts.mask`).
+Only a block at the start of the content is reasoning. A later `</think>` is text, since an answer
+may mention the tag. Many templates cut the answer there nevertheless, so `prompts.mask` checks that
+the rendering holds the whole answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reasoning_of(turn: Turn) -> str:
 
 
 def answer_of(turn: Turn) -> str:
-    """The turn's content behind its reasoning."""
+    """The turn's content after its reasoning."""
     found = _split(turn.content) if turn.role == "assistant" else None
     return turn.content if found is None else turn.content[slice(*found[1])]
 
@@ -54,20 +54,24 @@ def without_reasoning(turn: Turn) -> Turn:
 
 
 def with_answer(turn: Turn, answer: str) -> Turn:
-    """The turn with another answer behind the same reasoning."""
+    """The turn with another answer after the same reasoning."""
     start, end = (0, len(turn.content)) if (found := _split(turn.content)) is None else found[1]
     return replace(turn, content=turn.content[:start] + answer + turn.content[end:])
 
 
 def with_reasoning_apart(turn: Turn) -> Turn:
-    """The turn with its reasoning, even none, in its field: most templates that know one then take
-    the content as it is."""
+    """The turn with its reasoning, possibly empty, moved to the reasoning field.
+
+    Most templates that support the field then use the content unchanged.
+    """
     return replace(turn, reasoning=reasoning_of(turn), content=answer_of(turn))
 
 
 def only_mentions_tags(answer: str) -> bool:
-    """Whether each `</think>` in an answer is clearly text: quoted, in code, or after its
-    `<think>`. Any other may be the end of reasoning."""
+    """Whether every `</think>` in an answer is clearly text: quoted, in code, or after a `<think>`.
+
+    Any other may be the end of reasoning.
+    """
     num_open = 0
     for tag in _TAGS.finditer(answer):
         if tag[0] == THINK_START:
@@ -80,7 +84,7 @@ def only_mentions_tags(answer: str) -> bool:
 
 
 def with_reasoning_inlined(turn: Turn) -> Turn:
-    """The turn with its reasoning in its content, as reasoning models speak."""
+    """The turn with its reasoning at the start of its content, in the form that models generate."""
     reasoning = reasoning_of(turn)
     if not reasoning or (not turn.reasoning and turn.content.lstrip().startswith(THINK_START)):
         return turn
@@ -90,13 +94,13 @@ def with_reasoning_inlined(turn: Turn) -> Turn:
 
 
 def _split(content: str) -> tuple[Place, Place] | None:
-    """Where the reasoning and the answer lie in a content that begins with reasoning."""
+    """The spans of reasoning and answer in a content that begins with reasoning; else None."""
     if THINK_END not in content and "<|end_of_thought|>" not in content:
         return None  # the common case, cheaply
     for block in _BLOCKS:
         if (found := block.fullmatch(content)) is not None:
             return found.span(1), found.span(2)
-    # A generation prompt may have opened the block: then its end stands in a line of its own.
+    # The generation prompt may hold the opening tag; then the closing tag is on its own line.
     head, _, tail = content.partition(THINK_END)
     before, after = head.rstrip(" \t"), tail.lstrip(" \t")
     if (
@@ -111,5 +115,5 @@ def _split(content: str) -> tuple[Place, Place] | None:
 
 
 def _is_quoted(before: str) -> bool:
-    """Whether what follows is in code (within backticks, single or three) or begins a quotation."""
+    """Whether the text after `before` is in code (in backticks) or directly follows a quote."""
     return before.count("`") % 2 == 1 or before.endswith(('"', "'"))

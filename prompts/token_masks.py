@@ -1,4 +1,4 @@
-"""Rows of ids: which tokens are padding and which are trained, as trainers write it down. Pure."""
+"""Reads padding and loss masks from rows of ids, in the columns that trainers write. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy.typing as npt
 from prompts.training import IGNORED_LABEL, TOKEN_MASKS
 from prompts.types import RowError, RowReason
 
-#: A prompt's ids and its answer's: what TRL makes of a question and an answer.
+#: Columns with the ids of a prompt and of its answer, as TRL names them.
 ID_PAIR: Final = ("prompt_ids", "completion_ids")
-#: One number for each token; several numbers mean several documents in one row, or kinds of token
-#: that ids alone do not tell.
+#: Columns with a number for each token. Different numbers in one row mean several documents, or
+#: token types that the ids alone do not determine.
 KINDS: Final = ("token_type_ids", "segment_ids", "document_ids", "seq_idx")
-#: Lengths (or, the last, borders) of the documents in one row -> entries for one document.
+#: Columns with the lengths of the documents in a row (`cu_seqlens`: their boundaries) -> number of
+#: entries for a single document.
 PACKED: Final[Mapping[str, int]] = {
     **dict.fromkeys(("seq_lengths", "seq_lens", "sequence_lengths"), 1),
     "cu_seqlens": 2,
@@ -34,17 +35,18 @@ Marks = npt.NDArray[np.uint8]  # [N], 0 or 1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tokens:
-    """One document's tokens."""
+    """The tokens of one document."""
 
     ids: npt.NDArray[np.int32]  # [N]
-    loss_mask: Marks | None  # None where the row says nothing about training
+    loss_mask: Marks | None  # None if the row has no mask
     was_padded: bool
 
 
 def read_tokens(row: Mapping[str, Any], ids: Sequence[int], *, num_prompt: int | None) -> Tokens:
-    """`ids` without padding, and the mask that all columns agree on.
+    """Strip the padding from `ids`, and read the mask; all its columns must agree.
 
-    `num_prompt`: how many ids the row itself calls the prompt. Raises `RowError`.
+    `num_prompt`: the number of ids that belong to the prompt, if the row states it. Raises
+    `RowError`.
     """
     array = np.array(ids, dtype=np.int32)
     kept = _kept(row, array.size)
@@ -68,7 +70,7 @@ def read_tokens(row: Mapping[str, Any], ids: Sequence[int], *, num_prompt: int |
 
 
 def _kept(row: Mapping[str, Any], num_tokens: int) -> slice:
-    """What is not padding."""
+    """The slice of tokens without padding."""
     if (mask := row.get("attention_mask")) is None:
         return slice(0, num_tokens)
     marks = _marks("attention_mask", mask, num_tokens, RowReason.BAD_INPUT_IDS)
@@ -77,7 +79,7 @@ def _kept(row: Mapping[str, Any], num_tokens: int) -> slice:
         raise RowError(RowReason.EMPTY_PROMPT, "attention_mask is 0 throughout")
     kept = slice(int(places[0]), int(places[-1]) + 1)
     if places.size < kept.stop - kept.start:
-        detail = "attention_mask is 0 in the midst of the tokens: only padding at an end can be cut"
+        detail = "attention_mask is 0 between tokens: only padding at an end can be cut"
         raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
     return kept
 
@@ -139,7 +141,7 @@ def _numbers(name: str, value: object, num_tokens: int, reason: RowReason) -> np
 
 
 def _is_flat(value: object, types: set[type]) -> TypeGuard[list[int]]:
-    # By exact type: `True` is an int to isinstance.
+    # Compare exact types, since isinstance treats `True` as an int.
     return isinstance(value, list) and types.issuperset(map(type, value))
 
 

@@ -38,15 +38,15 @@ from prompts.types import RowError, RowReason, TokenizerError
 
 GENERATION_BLOCK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 RANDOM_FAULT: Final = (
-    "it draws at random (lipsum or the filter random): no prompt could be made again"
+    "it draws random values (lipsum or the filter random): prompts would not be reproducible"
 )
 #: How much of a template's own complaint a row's detail repeats.
 MAX_COMPLAINT: Final = 160
-#: Characters that are tokenised at a time where only the number of tokens counts.
+#: Characters to tokenise at a time when only the number of tokens is needed.
 PIECE_CHARS: Final = 1 << 14
-#: So many words behind a token make it certain that nothing which follows them changes it.
+#: A token followed by this many words no longer depends on the text after them.
 WORDS_BEHIND: Final = 16
-#: How tokenizers without words write a space.
+#: The space character of tokenizers that do not split text into words.
 _SPACE: Final = "\u2581"
 _WITHOUT: Final = "Rows of ids need none: --tokenizer none"
 #: Where a tokenizer's own ways would show: spaces, control tokens, several bytes, line breaks.
@@ -64,10 +64,10 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         now: datetime | None = None,
     ) -> None:
-        """`hf_tokenizer`: of transformers. Raises `TokenizerError` if jinja2 is missing.
+        """`hf_tokenizer`: a transformers tokenizer. Raises `TokenizerError` if jinja2 is missing.
 
-        `template` replaces the model's own; `template_kwargs` are handed to it by name. `now`: the
-        time that it is given; the current time where that is None.
+        `template` replaces the model's own; `template_kwargs` are passed to it by name. `now`: the
+        time that it gets; None: the current time.
         """
         self._hf = hf_tokenizer
         # Only the tokenizers library says where in a text its tokens lie.
@@ -75,7 +75,7 @@ class ChatTokenizer:
         self.template = _template_of(hf_tokenizer) if template is None else template
         self._kwargs = dict(template_kwargs or {})
         if self.reads_clock:
-            # A value by that name hides transformers' own function.
+            # A value of this name overrides the function that transformers passes.
             self._kwargs.setdefault(CLOCK, clock_at(now or current_moment()))
         self.has_generation_blocks = bool(GENERATION_BLOCK.search(self.template or ""))
         #: What asking for a generation prompt adds: the header of an assistant turn, or nothing.
@@ -139,7 +139,7 @@ class ChatTokenizer:
     def _draws_at_random(self) -> bool:
         try:
             return self.template is not None and draws_at_random(self.template)
-        except Exception:  # it cannot be rendered either, which says why
+        except Exception:  # rendering fails as well, with a better message
             return False
 
     @property
@@ -181,7 +181,7 @@ class ChatTokenizer:
                 "vocabulary": {str(k): v for k, v in hf.get_vocab().items()},
             }
         if getattr(hf, "split_special_tokens", False):
-            # Of a tokenizer in memory only: no part of its state as JSON.
+            # An attribute of the Python object, not part of the tokenizer's JSON.
             state["split_special_tokens"] = True
         state["special_tokens"] = {
             name: str(token) for name, token in hf.special_tokens_map.items()
@@ -265,9 +265,9 @@ class ChatTokenizer:
         return Encoding(text=text, ids=encoded.ids, places=places, encode_ids=self._encode_ids)
 
     def has_more_tokens(self, texts: Sequence[str], num_tokens: int) -> bool:
-        """Whether the pieces of the texts give more tokens; no more of them are tokenised.
+        """Whether the texts, tokenised in pieces, give more than `num_tokens` tokens.
 
-        An empty text counts as a token, as it has a header.
+        Stops as soon as they do. An empty text counts as one token, since its turn has a header.
         """
         count = 0
         for text in texts:
@@ -278,10 +278,10 @@ class ChatTokenizer:
         return False
 
     def encode_beginning(self, text: str, num_tokens: int) -> Encoding:
-        """The tokens of as much of the text as settles its first `num_tokens` tokens.
+        """Tokenise enough of the beginning of a text to fix its first `num_tokens` tokens.
 
-        They are settled where words enough follow: a tokenizer looks no further than into the next
-        word. Raises `RowError` (too_long) where that takes more than `MAX_WHOLE_CHARS`.
+        They are fixed once enough words follow, since a tokenizer looks ahead at most into the next
+        word. Raises `RowError` (too_long) if that takes more than `MAX_WHOLE_CHARS` characters.
         """
         num_chars = BYTES_PER_TOKEN * num_tokens
         while num_chars < len(text):
@@ -297,7 +297,7 @@ class ChatTokenizer:
         return self.encode(text)
 
     def _num_words(self, encoded: Any, start: int) -> int:
-        """How many words certainly begin behind token `start`."""
+        """A lower bound for the number of words that begin after token `start`."""
         num_words = len(set(encoded.word_ids[start:])) - 1
         if num_words > WORDS_BEHIND or not self._words_begin_with_space:
             return num_words
@@ -309,7 +309,7 @@ class ChatTokenizer:
 
     @cached_property
     def _words_begin_with_space(self) -> bool:
-        """Whether no token of the vocabulary has a space behind something else."""
+        """Whether every token of the vocabulary has spaces only at its start."""
         control = set(self.control_tokens)
         return not any(
             _SPACE in token.lstrip(_SPACE) for token in self._hf.get_vocab() if token not in control
@@ -382,7 +382,7 @@ class ChatTokenizer:
 
 
 def library_versions() -> dict[str, str]:
-    """Of the packages that decide what a tokenizer and a template give; absent ones left out."""
+    """The versions of the installed packages that affect tokenization and templates."""
     versions = {}
     for name in ("transformers", "tokenizers", "jinja2"):
         with suppress(metadata.PackageNotFoundError):

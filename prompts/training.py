@@ -1,8 +1,8 @@
-"""What rows and turns say about training: flags, weights and masks by their names. Pure.
+"""Recognises training flags, weights and masks of rows and turns by their names. Pure.
 
-Whatever speaks of training is read or fails its row, as a mask that is passed over trains a
-drafter on the wrong tokens. Names alone would refuse too much (`train_loss`, `used_in_training`),
-so a name that is not in the tables counts only where its value can be a flag or a mask.
+Every field about training is either read or fails its row, because ignoring a mask would train a
+drafter on the wrong tokens. Names alone would reject too much (`train_loss`, `used_in_training`),
+so a name that is not in the tables counts only if its value can be a flag or a mask.
 Masks of rows of ids: `prompts.token_masks`.
 """
 
@@ -16,13 +16,13 @@ from typing import Any, Final
 from prompts.tools import NOTHING
 from prompts.types import RowError, RowReason
 
-#: A flag of a turn, or of a whole row -> what 1 or true says of it: trained, or not.
+#: Flag of a turn or a whole row -> whether 1 or true means that it is trained.
 FLAGS: Final[Mapping[str, bool]] = {
     **dict.fromkeys(("weight", "loss_weight", "loss_mask", "loss", "compute_loss"), True),
     **dict.fromkeys(("train", "training", "trainable", "train_on_turn"), True),
     "masked": False,
 }
-#: Beside a row these are flags too; its `loss` is a figure unless it is true or false.
+#: Flags of a whole row. Its `loss` is a flag only if it is true or false; a number is a statistic.
 ROW_FLAGS: Final[Mapping[str, bool]] = {
     **{name: trained for name, trained in FLAGS.items() if name != "loss_mask"},
     **dict.fromkeys(("sample_weight", "example_weight"), True),
@@ -34,7 +34,7 @@ TOKEN_MASKS: Final = (
 )
 LABELS: Final = ("labels", "label")
 IGNORED_LABEL: Final = -100
-#: They say nothing about training.
+#: Columns that are not about training despite their names.
 HARMLESS: Final = frozenset({"attention_mask", "special_tokens_mask"})
 
 _PLAIN_KEYS: Final = frozenset({"role", "from", "content", "value", "name", "tool_calls"})
@@ -42,15 +42,15 @@ _SPEAKS: Final = re.compile(
     r"(?:^|_)(?:[a-z]*mask(?:s|ed|ing)?|weights?|loss(?:es)?"
     r"|(?:un|no)?train(?:s|ed|ing|able)?|supervis(?:e|ed|ion))(?:_|$)"
 )
-#: The last is what is left of a decimal out of Parquet or Arrow, and below of bytes.
+#: `<decimal>`, and `<bytes>` below, are the placeholders for such values from Parquet and Arrow.
 _FLAG_TEXT: Final = re.compile(r"true|false|yes|no|[-+]?\d*\.?\d+|<decimal>", re.IGNORECASE)
-#: A mask that a column of text holds: `[0, 0, 1]`, `0011`.
+#: A mask written as text: `[0, 0, 1]`, `0011`.
 _MASK_TEXT: Final = re.compile(r"[\[\]\s,01]*[01][\[\]\s,01]+|<bytes>")
 
 
 @lru_cache(maxsize=4096)
 def speaks_of_training(name: str) -> bool:
-    """Whether one of the words in a name is about training: `lossMask`, `train-detail`."""
+    """Whether a name contains a word about training, as in `lossMask` or `train-detail`."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name[:200])
     return _SPEAKS.search(words.lower()) is not None
 
@@ -58,10 +58,10 @@ def speaks_of_training(name: str) -> bool:
 def is_trained(
     where: str, role: str, turn: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> bool:
-    """Whether a turn (or a part of one) is to be trained: the assistant's, unless a flag denies it.
+    """Whether a turn, or a part of one, is trained: the assistant's, unless a flag excludes it.
 
-    Raises `RowError`: for flags that are not 0 or 1, that disagree or train another turn, and for
-    whatever else speaks of training.
+    Raises `RowError` for flags that are not 0 or 1, that disagree, or that train another role's
+    turn, and for any other key about training.
     """
     flags: dict[str, bool] = {}
     for key, value in turn.items():
@@ -95,10 +95,10 @@ def _turn_key_speaks(key: str, value: object) -> bool:
 def check_columns(
     row: Mapping[str, Any], *, read: Collection[str], lengths: Collection[int], is_ids: bool
 ) -> None:
-    """Raises `RowError` where a column that was not read says that not everything is trained.
+    """Raises `RowError` if an unread column may exclude something from training.
 
-    `lengths`: of a list with one entry for each token or turn. A row that is not to be trained at
-    all has no supervision.
+    `lengths`: the possible lengths of a list with one entry for each token or turn. A row that a
+    flag excludes as a whole fails with no_supervision.
     """
     for name, value in row.items():
         if name in read or name in HARMLESS or value in NOTHING:
@@ -107,7 +107,7 @@ def check_columns(
             if _flag(name, name, value) is not ROW_FLAGS[name]:
                 raise RowError(RowReason.NO_SUPERVISION, f"{name} says that it is not trained")
         elif name == "mask" and isinstance(value, str) and value.lower() in ("user", "human"):
-            continue  # NeMo: whose turns are not trained
+            continue  # NeMo: names the role whose turns are not trained
         elif _column_speaks(name, value, lengths, is_ids):
             remedy = "write loss_mask" if is_ids else "write weight 0 or 1 on the turns"
             raise _not_understood(name, name, remedy)
@@ -129,7 +129,7 @@ def _column_speaks(name: str, value: object, lengths: Collection[int], is_ids: b
             return True
         is_mask = IGNORED_LABEL in value or {0, 1}.issuperset(value)
         if is_ids and len(value) in lengths and is_mask:
-            return True  # whatever its name is
+            return True  # a mask under any name
         return speaks_of_training(name) and (is_mask or len(value) in lengths)
     if not speaks_of_training(name):
         return False

@@ -46,11 +46,11 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant turn
     name: str | None = None  # of a tool, mostly
     tool_call_id: str | None = None  # of a tool turn: the call that it answers
-    is_excluded: bool = False  # of an assistant turn: the row says that it is not trained
+    is_excluded: bool = False  # of an assistant turn: the row excludes it from training
 
     @property
     def is_trained(self) -> bool:
-        """Whether it is an answer, and nothing in the row excludes it."""
+        """Whether it is an assistant turn that the row does not exclude from training."""
         return self.role == "assistant" and not self.is_excluded
 
 
@@ -112,7 +112,7 @@ def _turn(index: int, value: object, options: ReadingOptions, alterations: set[A
 def _check_parts(
     where: str, turn: Mapping[str, Any], role: Role, trained: bool, options: ReadingOptions
 ) -> None:
-    """Raises `RowError` where a part of the content is to be trained otherwise than its turn."""
+    """Raises `RowError` if a trained turn has a content part that is not to be trained."""
     for key in CONTENT_KEYS:
         for index, part in enumerate(parts if isinstance(parts := turn.get(key), list) else ()):
             place = f"{where}: {key}: part {index}"

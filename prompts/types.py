@@ -25,7 +25,7 @@ KEY_TAG: Final = b"hidden-state-extractor prompt 1\n"
 class RowReason(StrEnum):
     """Why an input row gives no prompt. Closed: every such row has exactly one of these."""
 
-    #: The line is not JSON (UTF-8; NaN and lone surrogates are not).
+    #: The line is not JSON in UTF-8; NaN and lone surrogates are invalid, too.
     BAD_JSON = "bad_json"
     #: JSON, but not an object.
     NOT_AN_OBJECT = "not_an_object"
@@ -39,16 +39,16 @@ class RowReason(StrEnum):
     BAD_ORDER = "bad_order"
     #: Two fields that mean the same thing disagree.
     CONFLICTING_FIELDS = "conflicting_fields"
-    #: A field that changes the prompt or its mask and that we cannot follow: images and other
-    #: media, several documents in one row, training flags that are not understood.
+    #: A field that changes the prompt or its mask in an unsupported way: images and other media,
+    #: several documents in one row, training flags that are not understood.
     UNSUPPORTED_FIELD = "unsupported_field"
     #: Tool calls or tool definitions that cannot be understood; arguments that are no JSON object.
     BAD_TOOL_CALL = "bad_tool_call"
-    #: `input_ids` is not a flat list of integers in [0, 2**31), or what stands beside it
-    #: (`attention_mask`, `position_ids`) does not fit it.
+    #: `input_ids` is not a flat list of integers in [0, 2**31), or does not match its
+    #: `attention_mask` or `position_ids`.
     BAD_INPUT_IDS = "bad_input_ids"
-    #: A mask is not a list of 0 and 1, one for each id; `labels` are not -100 or the id; a weight
-    #: of a turn is neither 0 nor 1.
+    #: A mask is not a list of 0 and 1 with one entry for each id, an entry of `labels` is neither
+    #: -100 nor the id, or a weight of a turn is neither 0 nor 1.
     BAD_LOSS_MASK = "bad_loss_mask"
     #: No token comes out.
     EMPTY_PROMPT = "empty_prompt"
@@ -56,13 +56,13 @@ class RowReason(StrEnum):
     RENDER_FAILED = "render_failed"
     #: The assistant turns cannot be located in the rendering with certainty.
     MASK_FAILED = "mask_failed"
-    #: More bytes or levels than a row may have (`prompts.bounds`), or too many turns to mask.
+    #: The row exceeds a limit of `prompts.bounds`, or has too many turns to mask.
     ROW_TOO_LARGE = "row_too_large"
-    #: More tokens than are of use, by far: it was not tokenised to its end.
+    #: Far more tokens than the limit; the row was not tokenised to its end.
     TOO_LONG = "too_long"
     #: Reasoning that was to be kept is not in the rendering.
     THINKING_LOST = "thinking_lost"
-    #: The row says itself that none of its answers is to be trained.
+    #: The row itself excludes all its answers from training.
     NO_SUPERVISION = "no_supervision"
 
 
@@ -100,7 +100,7 @@ class Alteration(StrEnum):
     TOOLS_FROM_METADATA = "tools_from_metadata"
     #: Bare tool definitions were wrapped as `{"type": "function", "function": …}`.
     TOOLS_WRAPPED = "tools_wrapped"
-    #: Tool definitions that the template does not know were left out (`--tools drop`).
+    #: Tool definitions that the template does not support were left out (`--tools drop`).
     TOOLS_DROPPED = "tools_dropped"
     #: Padding was cut off (`attention_mask`).
     PADDING_CUT = "padding_cut"
@@ -144,7 +144,7 @@ class Prompt:
     part: int | None = None  # which of the prompts that its row expands to, from 0
     alterations: tuple[Alteration, ...] = ()  # sorted, each once
     has_answer: bool = False  # whether an assistant's turn was to be trained
-    is_beginning: bool = False  # of a longer text, whose rest was not tokenised
+    is_beginning: bool = False  # covers only the beginning of a longer text
 
     def __post_init__(self) -> None:
         _check_shapes(self.input_ids, self.loss_mask)

@@ -99,7 +99,8 @@ class DumpHeader:
     boot_id: str
     rank: int  # data-parallel rank
     counter: int  # number of this file within its rank; a name, never a key
-    #: Id of the weights that the forward ran on, as in READY.json; None from an older plugin.
+    #: Id of the weights that the forward ran on, as in READY.json; None if they have no id, or
+    #: from an older plugin.
     weights: str | None = None
 
     def __post_init__(self) -> None:
@@ -148,7 +149,7 @@ class ErrorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """READY.json: written when capture is armed and the writers run, and again when the weights
+    """READY.json: written when capture is armed and the writers run, and rewritten when the weights
     in memory or their label change."""
 
     format_version: int
@@ -183,13 +184,13 @@ class Ready:
     #: What /proc/self/ns/pid links to: `pid` means something to processes of that namespace only.
     pid_namespace: str | None = None
     #: Id of the weights in memory: the fingerprint of their bytes at load, over all ranks of this
-    #: replica, followed by `+` and a part of its own for each update in place. None where it could
-    #: not be computed; `unknown+...` after an update then.
+    #: replica. After an update in place, `+` and a suffix unique to that update follow. None if the
+    #: fingerprint could not be computed; after an update then `unknown+...`.
     weights: str | None = None
-    #: Digest of name, dtype and shape of every tensor on every rank. Fingerprints are comparable
-    #: only between equal layouts: another tensor-parallel size stores other slices.
+    #: Digest of name, dtype, shape and strides of every tensor on every rank. Fingerprints are
+    #: comparable only between equal layouts: another tensor-parallel size stores other slices.
     weights_layout: str | None = None
-    weights_s: float | None = None  # seconds the fingerprint took
+    weights_s: float | None = None  # duration of the fingerprint, in seconds
     weight_version: str | None = None  # the engine's own label, repeated in each of its replies
     #: Engine settings that may change numbers, as the engine resolved them: name -> value as text.
     #: A setting that is off or unset is left out.

@@ -65,7 +65,7 @@ class Facts:
     quantization: str | None
     kv_cache_dtype: str | None
     weight_version: str | None
-    settings: Mapping[str, str]  # that may change numbers
+    settings: Mapping[str, str]  # those that may change the states: `numeric_settings`
 
 
 def read_facts(runner: Any) -> Facts:
@@ -107,21 +107,23 @@ def read_facts(runner: Any) -> Facts:
     )
 
 
-#: Of a text config: what decides the rotary embeddings.
+#: Fields of a text config that determine the rotary embeddings.
 _ROPE: Final = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_type", "rope_local_base_freq",
     "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings",
 )  # fmt: skip
-#: Of any config: where it came from.
+#: Fields of any config that describe its origin only.
 _VOLATILE: Final = ("_name_or_path", "_commit_hash", "transformers_version")
-#: Values of settings that are off.
+#: Values that mean that a setting is off or at its default.
 _OFF: Final = ("", "0", "auto", "default", "none", "trivial", "{}", "[]")
 _MAX_SETTING_CHARS: Final = 300
 
 
 def numeric_settings(runner: Any) -> dict[str, str]:
-    """What may change the states of one prompt, as the engine resolved it: name -> value. What is
-    off or unset is left out, and what a release does not have."""
+    """The settings that may change the states of a prompt, as the engine resolved them.
+
+    Name -> value. Settings that are off, unset or unknown to the release are left out.
+    """
     settings = Settings(_get(runner, "server_args"))
     config = _get(runner, "model_config")
     device = next(_get(runner, "model").parameters()).device
@@ -138,7 +140,7 @@ def numeric_settings(runner: Any) -> dict[str, str]:
         name = target.places[0].rpartition(".")[2]
         values[name] = settings.get(name)
     if not values.get("kt_weight_path"):
-        values["kt_method"] = None  # has a value also where no expert is on the CPU
+        values["kt_method"] = None  # set even if all experts are on the GPU
     # The model's own config decides when no argument does.
     values["quantization"] = getattr(config, "quantization", None) or values["quantization"]
     texts = {name: _setting_text(value) for name, value in values.items()}
@@ -155,7 +157,7 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _digest_of(config: Any) -> str | None:
-    """Of a Hugging Face config, with overrides and with the defaults that transformers adds."""
+    """Digest of a Hugging Face config, with overrides and the defaults that transformers adds."""
     if config is None:
         return None
     return hashlib.sha256(_canonical(config.to_dict()).encode()).hexdigest()[:32]
@@ -177,7 +179,7 @@ def _setting_text(value: Any) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """JSON that is the same for equal values in every process."""
+    """Serialise to JSON that is identical for equal values in every process."""
     return json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
 
 
@@ -190,7 +192,7 @@ def _plain(value: Any) -> Any:
         return sorted(map(str, value))
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if hasattr(value, "lora_path"):  # the engine gives each adapter a random id
+    if hasattr(value, "lora_path"):  # leave out the random id that the engine gives each adapter
         return f"{getattr(value, 'lora_name', None)}={value.lora_path}"
     return str(value) if isinstance(value, torch.dtype | Enum) else type(value).__name__
 
@@ -206,13 +208,13 @@ def tensor_parallel_ranks(runner: Any) -> Ranks:
         return Ranks(rank=0, ranks=[0], store=None)
     module = importlib.import_module("sglang.srt.distributed.parallel_state")
     group = _get(module, "get_tp_group")()
-    # Where the processes found each other at start: a key-value store, kept by one of them.
+    # The key-value store of the rendezvous at start, hosted by one of the processes.
     store = torch.distributed.distributed_c10d._get_default_store()
     return Ranks(rank=int(_get(group, "rank")), ranks=list(_get(group, "ranks")), store=store)
 
 
 def loads_weights_later(runner: Any) -> bool:
-    """Does `load_model` leave the model's weights to `finalize_startup_weight_load`?"""
+    """Whether `load_model` leaves loading the weights to `finalize_startup_weight_load`."""
     return getattr(runner, "startup_weight_load", None) is not None
 
 
@@ -365,16 +367,18 @@ def register_weight_hooks(
     after_label: Callable[[str], None],
     after_late_load: Callable[[Any], None],
 ) -> None:
-    """Call `before_update` before everything that may change the weights in memory, also if that
-    fails halfway, `after_label` with each new label of them, and `after_late_load` with the runner
-    whose weights came after `load_model`. What they raise is logged.
+    """Register hooks on everything that may change the weights in memory or their label.
+
+    `before_update` is called before each possible change, even if that change then fails.
+    `after_label` is called with each new label, and `after_late_load` with a runner whose weights
+    were loaded after `load_model`. Their exceptions are logged.
     """
 
     def safely(act: Callable[..., None], *arguments: Any) -> None:
         try:
             act(*arguments)
         except Exception:
-            logger.exception("hidden states: a change of the weights cannot be followed")
+            logger.exception("hidden states: cannot record a change of the weights")
 
     def update(*_: Any, **__: Any) -> None:
         safely(before_update)
@@ -418,7 +422,7 @@ def register_weight_hooks(
 
 
 def _present(target: targets.Target) -> list[str]:
-    """Places of `target` in this release, as the hook registry names them."""
+    """The places of `target` that exist in this release, as the hook registry names them."""
     found = []
     for place in target.places:
         with suppress(ImportError, AttributeError):

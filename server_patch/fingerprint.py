@@ -1,24 +1,25 @@
 """A fingerprint of the weights in memory: every byte of every parameter and buffer.
 
-Left out are buffers that belong to no checkpoint (torch's non-persistent ones): tables that the
-engine computes from the config, such as rotary embeddings. Another release of torch may round them
-in another way, and they may grow while the server runs.
+Buffers that do not belong to a checkpoint (torch's non-persistent buffers) are left out. They are
+tables that the engine computes from the config, such as rotary embeddings: another torch release
+may round them differently, and they may grow while the server runs.
 
-It is computed where the tensors are, in integer arithmetic only, so equal bytes give equal values
-on every device. It detects accidents, such as a checkpoint that was replaced under the same path;
-it is not a defence against somebody who forges weights.
+The fingerprint is computed on the device that holds the tensors, in integer arithmetic only, so
+equal bytes give equal values on every device. It detects accidents, such as a checkpoint that was
+replaced under the same path; it does not protect against forged weights.
 
 Each tensor is read once, as 32-bit words, in chunks of `LANES` words. Word i of each chunk goes
 into lane i, a polynomial modulo 2^64:
 
     lane[i] = word[i] + FACTOR * lane[i]
 
-The lanes are then summed twice, each time with other fixed odd pseudo-random factors, which gives
-128 bits for each tensor. Two words differ by less than 2^32, and odd numbers have inverses modulo
-2^64, so a change of one word always shows; several cancel out with a probability of about 2^-60.
-The fingerprint is a hash of the name, dtype, shape, strides and these bits of all tensors.
+The lanes are then summed twice, each time with different fixed odd pseudo-random factors, which
+gives 128 bits for each tensor. Two words differ by less than 2^32, and odd numbers have inverses
+modulo 2^64, so a change of one word is always detected; several changes cancel out with a
+probability of about 2^-60. The fingerprint is a hash of the name, dtype, shape, strides and these
+bits of all tensors.
 
-Besides the weights, this takes 50 MB on each device while it runs.
+The computation needs 50 MB of extra memory on each device.
 """
 
 from __future__ import annotations
@@ -31,29 +32,32 @@ from typing import Any, Final
 
 import torch
 
-#: Changes with what is computed: fingerprints of two versions are not comparable.
+#: Version of the algorithm: fingerprints of different versions are not comparable.
 VERSION: Final = 1
-#: Words of one chunk. At this size the lanes stay in a GPU's cache, and a chunk takes longer than
-#: the launch of its kernel.
+#: Words in one chunk. At this size the lanes fit a GPU's cache, and processing a chunk takes longer
+#: than launching its kernel.
 LANES: Final = 1 << 21
 _WORD_BYTES: Final = 4
 _CHUNK_BYTES: Final = LANES * _WORD_BYTES
-#: Words that the CPU works on at a time. They stay in its cache, and torch uses one thread for so
-#: few: on a busy machine a team of threads is far slower than one.
+#: Words that the CPU processes at a time. They fit its cache, and torch uses a single thread for
+#: them: on a busy machine several threads are far slower than one.
 _CPU_STEP: Final = 1 << 15
-_FACTOR: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; as a signed number, which torch needs
+_FACTOR: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; signed, as torch requires
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """The weights of one rank, or of all ranks."""
+    """The fingerprint of one rank's weights, or of all ranks' weights."""
 
     layout: str  # digest of name, dtype, shape and strides of every tensor
-    content: str  # digest of that and of every byte
+    content: str  # digest of the layout and of every byte
 
 
 def fingerprint(model: torch.nn.Module) -> Fingerprint:
-    """Raises what torch raises for a tensor that cannot be read as bytes."""
+    """Compute the fingerprint of a model's tensors on this rank.
+
+    Raises what torch raises for a tensor that cannot be read as bytes.
+    """
     layout: list[Any] = [VERSION]
     hashed: list[torch.Tensor] = []
     first_names: dict[tuple[object, ...], str] = {}
@@ -76,14 +80,14 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
 
 
 def combine(ranks: Sequence[Fingerprint]) -> Fingerprint:
-    """The fingerprint of a model whose tensors are spread over `ranks`, in their order."""
+    """Combine the fingerprints of all ranks, in rank order, into that of the whole model."""
     layout = hashlib.sha256("\n".join(rank.layout for rank in ranks).encode())
     content = hashlib.sha256("\n".join(rank.content for rank in ranks).encode())
     return Fingerprint(layout=layout.hexdigest(), content=content.hexdigest()[:32])
 
 
 def _hash_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Two 64-bit numbers for each tensor. Waits for the devices."""
+    """Hash each tensor to two 64-bit numbers. Blocks until the devices are done."""
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(index)
@@ -98,7 +102,7 @@ def _hash_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class _Lanes:
-    """The working memory on one device."""
+    """The lanes and other working memory on one device."""
 
     def __init__(self, device: torch.device, *, most_bytes: int) -> None:
         """most_bytes: size of the largest tensor."""
@@ -116,7 +120,7 @@ class _Lanes:
         return [[int(value) for value in pair] for pair in results.tolist()]
 
     def _fill(self, tensor: torch.Tensor) -> int:
-        """Take in every word of `tensor`; the number of lanes used."""
+        """Feed every word of `tensor` into the lanes; return the number of lanes used."""
         used = 0
         for chunk in _chunks(tensor):
             words = _as_words(chunk)
@@ -131,7 +135,7 @@ class _Lanes:
         return used
 
     def _sum(self, used: int, result: torch.Tensor) -> None:
-        """Add up the lanes in use twice, each with factors of its own."""
+        """Sum the first `used` lanes twice, each time with different factors."""
         for number in range(2):
             factors = self._factors[number : number + used]
             for lanes, by in zip(
@@ -157,7 +161,7 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _leaves(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors in `tensor`, which a quantized one is made of."""
+    """The plain tensors of `tensor`; a quantized one consists of several."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield name, tensor
@@ -167,16 +171,17 @@ def _leaves(name: str, tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same memory, read alike."""
+    """A value that is equal for two tensors with the same memory, dtype, shape and strides."""
     if tensor.numel() == 0 or tensor.is_meta:
         return (object(),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of `tensor`, at most `_CHUNK_BYTES` at a time; a copy only where it has holes.
+    """The bytes of `tensor` in memory order, at most `_CHUNK_BYTES` at a time.
 
-    In the order of memory, in which a transposed weight is read as fast as any other.
+    Memory order keeps a transposed weight as fast to read as any other. Only a tensor with gaps is
+    copied.
     """
     if tensor.numel() == 0:
         return
@@ -195,7 +200,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _as_words(chunk: torch.Tensor) -> torch.Tensor:
-    """`chunk` as 32-bit words, filled up with zeros; copied only if it does not lie on words."""
+    """`chunk` as 32-bit words, padded with zeros; copied only if it needs padding or alignment."""
     missing = -chunk.numel() % _WORD_BYTES
     if missing or chunk.storage_offset() % _WORD_BYTES:
         chunk = torch.cat([chunk, chunk.new_zeros(missing)])

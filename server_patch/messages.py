@@ -46,7 +46,7 @@ class Job(NamedTuple):
     slot_rows: int = 0  # rows the slot was filled with: they place its sections
     pieces: Sequence[Piece] = ()
     failures: Sequence[Failure] = ()
-    weights: str | None = None  # id of the weights that the rows were computed with
+    weights: str | None = None  # id of the weights that computed the rows
 
     def encode(self) -> bytes:
         return json.dumps(self).encode()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Of this process's model, where it writes dumps.
+#: Weights of this process's model; None if the process does not write dumps.
 _weights: Weights | None = None
 
 
@@ -69,7 +69,7 @@ def _after_load_model(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
         settings = Settings.from_environ(os.environ)
         if settings is None:
             return
-        # First, and whatever becomes of this rank: the others may count on its part.
+        # First, even if arming this rank fails later: other ranks may wait for its part.
         measured = None if engine.loads_weights_later(runner) else _measure(runner)
         _set_up(runner, settings, measured)
     except Exception:
@@ -77,7 +77,7 @@ def _after_load_model(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
 
 
 def _before_weight_update() -> None:
-    """Dumps of forwards from here on name other weights; earlier ones keep what they have."""
+    """Change the id of the weights: dumps of later forwards carry the new one."""
     if _weights is not None:
         _weights.updated()
 

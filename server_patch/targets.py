@@ -37,7 +37,7 @@ class Target:
     until: str | None = None  # first release without it; a name that goes unannounced is an error
 
 
-#: What is hooked in every release.
+#: Hooked in every release.
 LOAD_MODEL: Final = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 INIT_FORWARD_BATCH: Final = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
 
@@ -58,8 +58,8 @@ _UPDATE_REQUESTS = (
     "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager",
 )
 
-#: What changes the weights in memory, hooked where a release has it. LoRA adapters are not among
-#: them: they act on requests that name one, and ours name none.
+#: Methods that change the weights in memory; hooked in releases that have them. Loading a LoRA
+#: adapter is not among them: an adapter acts on requests that name it, and ours do not.
 WEIGHT_UPDATES: Final = (
     *(
         Target(
@@ -78,34 +78,34 @@ WEIGHT_UPDATES: Final = (
         )
     ),
 )  # fmt: skip
-#: Overwrites the weights, if its action is RESET_ACTION.
+#: Overwrites the weights if its action is RESET_ACTION.
 CHECK_WEIGHTS: Final = Target(
     places=(f"{_RUNNER}.check_weights",),
     parameters=("action",),
     why="hooked: one action overwrites the weights",
 )
 RESET_ACTION: Final = "reset_tensors"
-#: Gives the memory of the weights away, if its tags are none or WEIGHTS_TAG is among them.
+#: Releases the memory of the weights if its tags are empty or include WEIGHTS_TAG.
 RELEASE_MEMORY: Final = Target(
     places=tuple(f"{owner}.release_memory_occupation" for owner in _UPDATE_REQUESTS),
     parameters=("recv_req",),
     why="hooked: the weights are lost",
 )
 WEIGHTS_TAG: Final = "weights"
-#: The weights of a server that starts with `--startup-weight-load-mode overlap`.
+#: Loads the weights of a server that starts with `--startup-weight-load-mode overlap`.
 LATE_WEIGHTS: Final = Target(
     places=(f"{_RUNNER}.finalize_startup_weight_load",),
     since="0.5.18",
     why="hooked: the weights are there only now",
 )
-#: The engine's label of the weights changes.
+#: Called when the engine's label for the weights changes.
 NEW_LABEL: Final = Target(
     places=("sglang.srt.managers.scheduler:Scheduler.record_weight_version_change",),
     parameters=("new_version",),
     since="0.5.19",
     why="hooked: the weights' label",
 )
-#: In older releases the scheduler knows it from the requests for new weights only.
+#: In older releases the scheduler learns the label only from weight update requests.
 LABELLING_REQUESTS: Final = tuple(
     Target(
         places=tuple(f"{owner}.update_weights_from_{source}" for owner in _UPDATE_REQUESTS),
@@ -316,7 +316,8 @@ _SETTINGS = (
     _setting("skip_server_warmup", "refused where the warm-up is the proof"),
 )  # fmt: skip
 
-#: What may change the numbers, sampling apart: READY.json has what the engine made of each.
+#: Settings that may change the states; READY.json records their resolved values. Sampling settings
+#: are not among them.
 NUMERIC_SETTINGS: Final = (
     # stored or computed in fewer bits
     _setting("quantization", "weights in fewer bits"),

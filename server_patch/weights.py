@@ -1,8 +1,8 @@
-"""Which weights the model has: the id that READY.json and every dump carry.
+"""The id of the model's weights, which READY.json and every dump carry.
 
 At load, each tensor-parallel rank publishes the fingerprint of its own part in the key-value store
-of the process group, and goes on; only the ranks that write dumps wait for the others' parts. There
-is no collective, so a rank that fails, or a node on which the plugin is not set up, cannot hang the
+of the process group and continues; only the ranks that write dumps wait for the other parts. This
+needs no collective operation, so a failing rank, or a node without the plugin, cannot hang the
 others: the weights then have no id.
 """
 
@@ -22,10 +22,10 @@ from server_patch.fingerprint import Fingerprint, combine, fingerprint
 
 logger = logging.getLogger(__name__)
 
-#: How long a rank waits for the others' fingerprints, besides the time its own took: the engine has
-#: just let all of them meet.
+#: Timeout for the fingerprint of another rank, in addition to the time that the own one took. All
+#: ranks reach this point together, since the engine has just synchronised them.
 _PATIENCE_S: Final = 60.0
-_rounds = itertools.count()  # fingerprints taken in this process: as many on every rank
+_rounds = itertools.count()  # counts fingerprints; the same on every rank
 
 
 class WeightsError(RuntimeError):
@@ -42,15 +42,15 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The processes that share one model, and the store that they share."""
+    """The processes that share one model, and their common key-value store."""
 
     rank: int
     ranks: Sequence[int]  # in their order in the tensor-parallel group
-    store: Any  # a torch.distributed.Store; None where there is one rank
+    store: Any  # a torch.distributed.Store; None if there is only one rank
 
 
 class Weights:
-    """The weights of one model, as they are now."""
+    """The id and label of one model's current weights."""
 
     def __init__(self, *, boot_id: str, found: Found | None, version: str | None = None) -> None:
         self.version = version  # the engine's label
@@ -61,24 +61,26 @@ class Weights:
         self._take(found)
 
     def watch(self, watcher: Callable[[], None]) -> None:
-        """Call `watcher` after every change, instead of an earlier one."""
+        """Call `watcher` after every change; it replaces an earlier watcher."""
         self._watcher = watcher
 
     def loaded(self, found: Found | None) -> None:
-        """The weights have been read only now."""
+        """Set the fingerprint of weights that were loaded late."""
         self._take(found)
         self._watcher()
 
     def updated(self) -> None:
-        """The weights in memory have changed. The new id is that of no other server, and the same
-        on all ranks of this one."""
+        """Set a new id, because the weights in memory change.
+
+        The id is unique to this server, and the same on all its ranks.
+        """
         self._num_updates += 1
         update = hashlib.sha256(f"{self._boot_id}/{self._num_updates}".encode()).hexdigest()[:8]
         self.id = f"{self._loaded or 'unknown'}+{update}"
         self._watcher()
 
     def labelled(self, version: str) -> None:
-        """The engine has a new label for them."""
+        """Set the engine's label for the weights."""
         if version != self.version:
             self.version = version
             self._watcher()
@@ -91,7 +93,10 @@ class Weights:
 
 
 class Measured:
-    """The fingerprint of this rank's weights, published to the others. Making one never raises."""
+    """The fingerprint of this rank's weights, published to the other ranks.
+
+    The constructor never raises; `gather` reports its error.
+    """
 
     def __init__(self, find_ranks: Callable[[], Ranks], model: Any) -> None:
         self._round = next(_rounds)
@@ -113,8 +118,10 @@ class Measured:
             self._error = self._error or error
 
     def gather(self) -> Found | None:
-        """The fingerprint of all ranks' weights, None (logged) where one of them has none. Waits
-        for them, but not for long."""
+        """The fingerprint of all ranks' weights; None, with a warning, if any rank has none.
+
+        Waits a limited time for the other ranks.
+        """
         begun = time.perf_counter()
         try:
             if self._error is not None:
@@ -135,7 +142,7 @@ class Measured:
             return None
 
     def _others(self, ranks: Ranks) -> list[Fingerprint]:
-        """Raises WeightsError."""
+        """The fingerprints of all ranks, in order. Raises WeightsError."""
         keys = [self._key(rank) for rank in ranks.ranks]
         patience = timedelta(seconds=_PATIENCE_S + self._seconds)
         parts = []

@@ -38,7 +38,7 @@ class Writing:
     num_writers: int
 
     def tell_ready(self, *, architecture: str, capture_method: str, config_digest: str) -> None:
-        """Write READY.json, and again whenever the weights change. Raises OSError."""
+        """Write READY.json, and rewrite it whenever the weights change. Raises OSError."""
         document = ready.make_ready(
             facts=self.facts,
             boot_id=self.home.boot_id,
@@ -64,7 +64,7 @@ class Writing:
             ready.tell_ready(self.home.directory, current, file_mode=self.home.file_mode)
 
         def write_again() -> None:
-            # It is taken back when the capture turns out to be wrong, and must stay so.
+            # READY.json is removed when the capture turns out to be wrong, and must stay removed.
             if (self.home.directory / READY_NAME).exists():
                 write()
 

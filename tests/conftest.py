@@ -48,7 +48,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A self-signed certificate of localhost and its key, in one file."""
+    """A self-signed certificate for localhost and its key, in one file."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
     directory = tmp_path_factory.mktemp("tls")

@@ -242,7 +242,7 @@ def make_identity(**changes: Any) -> Identity:
 def make_start(
     number: int, *, session: int = 0, accepted: tuple[str, ...] = (), **facts: Any
 ) -> ServerStart:
-    """A start of a server on record; `facts` are fields of its READY.json."""
+    """A recorded server start; `facts` are fields of its READY.json."""
     return ServerStart(
         number=number,
         session=session,

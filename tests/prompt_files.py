@@ -1,4 +1,4 @@
-"""The same rows as a file of each kind."""
+"""Writes the same rows as a prompt file of each format."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ QWEN3: Final = """\
 {%- endif %}
 {%- endif %}"""
 
-#: As Qwen3 really does it: cuts the content at its last `</think>`, unless there is a field with
-#: the reasoning, be it empty.
+#: As the real Qwen3 template: it cuts the content at its last `</think>`, unless a separate field
+#: holds the reasoning, possibly empty.
 QWEN3_FIELD: Final = QWEN3.replace(
     "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}",
     "{%- if m.reasoning_content is not string %}"
@@ -106,7 +106,7 @@ QWEN3_FIELD: Final = QWEN3.replace(
     "{%- if not reasoning and '</think>'", "{%- if m.reasoning_content is not string and '</think>'"
 )
 
-#: Drops what stands before the first `</think>`; knows no field for reasoning.
+#: Drops the text before the first `</think>`; does not support a reasoning field.
 DEEPSEEK_V31: Final = """\
 {{- bos_token }}
 {%- for m in messages %}

@@ -104,7 +104,7 @@ from extractor.terminal import print_json, run_async
     help="Requests for one prompt before it is given up.",
 )
 @seconds_option(
-    "--request-timeout", default=600.0, help="From sending a prompt to its whole answer."
+    "--request-timeout", default=600.0, help="From sending a prompt to its complete reply."
 )
 @seconds_option(
     "--dump-timeout", default=60.0, help="From the answer to the last piece of the dump."
@@ -120,9 +120,9 @@ from extractor.terminal import print_json, run_async
 @click.option(
     "--allow-model-change",
     is_flag=True,
-    help="Continue a data set although the server computes something else now: other weights, "
+    help="Continue a data set although the server now computes different states: other weights, "
     "KV-cache dtype, quantization. Its rows are stored beside the old ones; dataset.json and the "
-    "manifest record which server start made each row.",
+    "manifest record which server start computed each row.",
 )
 @reading_options
 @policy_options

@@ -61,7 +61,7 @@ def real_server(
 ) -> Iterator[Real]:
     """A tiny Llama in chunks of 32 tokens, so that most prompts come in several pieces.
 
-    directory: its model is made in the folder `llama` there, unless it is there already.
+    directory: holds the model in its folder `llama`, which is created if it does not exist.
     root, port: of a server that this one takes the place of. name: of its log in `directory`.
     """
     from rig.models import tiny

@@ -212,7 +212,7 @@ def test_a_wrong_dump_dir_is_2(tmp_path: Path, tool: Tool, fake: Fake, prompts_p
 def test_a_server_without_plugin_is_3(
     tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
 ) -> None:
-    """Under a directory that another server, which is dead, did dump under."""
+    """The dump directory is valid, since another server, now dead, has dumped there."""
     with fake_server(tmp_path / "other") as other:
         pass
     elsewhere = Fake(url=fake.url, root=other.root, process=fake.process)

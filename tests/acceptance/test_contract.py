@@ -152,10 +152,10 @@ async def test_the_longest_prompt_is_taken_whole_and_one_more_token_is_refused(t
     assert (refused.reason, refused.is_permanent) == (Reason.REJECTED, True)
 
 
-async def test_a_request_that_is_sent_twice_is_named_and_the_first_copy_is_dumped(
+async def test_a_duplicate_request_is_reported_and_the_first_copy_is_dumped(
     talk: Talk,
 ) -> None:
-    """As by a gateway that sends a POST again."""
+    """A gateway may send a POST twice."""
     ids = ids_of(talk.limits.max_prompt_tokens)
     request = talk.request(ids)
     collected = talk.collector.expect(request.rid, num_tokens=len(ids))

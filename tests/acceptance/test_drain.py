@@ -1,6 +1,7 @@
-"""After one signal a run ends by itself, whatever does not answer, before a scheduler kills it.
+"""After one signal a run ends by itself, even if a disk or a server hangs, before a scheduler kills
+it.
 
-The product's seconds are made fractions of one here; that their sum fits is a test of its own.
+These tests shorten the product's timeouts; a separate test checks that their sum fits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from extractor.signals import END_S
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(120)]
 
-#: `extractor`, with short patience, and with a disk that stands still at the 4th write to a shard.
+#: `extractor` with short timeouts, and with a disk that hangs at the 4th write to a shard.
 DRIVER = """
 import fcntl, os, sys, threading
 from extractor import client, collector, session, signals
@@ -65,15 +66,15 @@ def start(tool: Tool, *arguments: object, stuck: bool, end_s: float) -> subproce
     return process
 
 
-def test_all_that_follows_a_signal_fits_into_20_seconds() -> None:
+def test_the_steps_after_a_signal_add_up_to_less_than_20_seconds() -> None:
     assert END_S + terminal.TELL_S < 20
-    # Requests in flight, aborts to a server that is silent, dumps that come late, and then the
-    # manifest's and the shards' last writes, or the end of a server of our own by force.
+    # Requests in flight, aborts to a silent server, and late dumps; then the last writes of
+    # manifest and shards, or killing our own server.
     orderly = DRAIN_S + client.ABORT_TIMEOUT_S + collector.LATE_DUMPS_S
     assert orderly + process.KILL_S <= END_S
 
 
-def test_a_disk_that_stands_still_keeps_a_run_no_longer(
+def test_a_hanging_disk_does_not_delay_the_end_of_a_run(
     tmp_path: Path, tool: Tool, dump_root: Path
 ) -> None:
     prompts = make_prompts(60)
@@ -86,8 +87,8 @@ def test_a_disk_that_stands_still_keeps_a_run_no_longer(
         assert next(line for line in process.stderr if "interrupt again" in line)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 130, errors
-        assert "ended 2 s after the signal, with work under way" in errors
-        # As long as its thread may still write, nobody else may.
+        assert "ended 2 s after the signal, with work in progress" in errors
+        # The directory stays locked while the run's thread may still write.
         assert errors.endswith("locked to the end\n")
         assert "Traceback" not in errors
         assert tool.run(path, out, fake).returncode == 0
@@ -95,23 +96,23 @@ def test_a_disk_that_stands_still_keeps_a_run_no_longer(
 
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["silent", "frozen"])
-def test_a_server_that_never_answers_keeps_a_run_no_longer(
+def test_a_silent_server_does_not_delay_the_end_of_a_run(
     tmp_path: Path, tool: Tool, dump_root: Path, is_frozen: bool
 ) -> None:
     prompts = make_prompts(20)
     path, out = write_prompts(tmp_path / "p.jsonl", prompts), tmp_path / "out"
     with fake_server(dump_root, "--fault", "silent", "--fault-every", "3") as fake:
-        # The process would be ended after an hour: it must end in order before.
+        # The process would be killed only after an hour: it must exit cleanly before.
         process = start(tool, *run_arguments(path, out, fake), stuck=False, end_s=3600.0)
         wait_until(lambda: fake.requests() >= 6, what="silent requests")
         if is_frozen:
-            fake.process.send_signal(signal.SIGSTOP)  # aborts are not answered either
+            fake.process.send_signal(signal.SIGSTOP)  # it does not answer aborts either
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
         fake.process.send_signal(signal.SIGCONT)
         assert process.returncode == 130, errors
         assert "Traceback" not in errors
-        assert is_frozen or dumps_under(dump_root) == []  # it may be frozen in the midst of one
+        assert is_frozen or dumps_under(dump_root) == []  # it may freeze while writing a dump
         assert len(stored_ordinals(out)) < 20
     with fake_server(dump_root) as fake:
         assert tool.run(path, out, fake).returncode == 0

@@ -137,7 +137,7 @@ def test_files_of_every_kind_become_verified_samples(
     rows = rows_of(out)
     assert [row.ordinal for row in rows if row.state is State.FAILED] == [BAD]
     assert rows[LONG].alterations == ("truncated",)
-    # No more of it was tokenised than the cut needs.
+    # Only as much was tokenised as the cut needs.
     said = re.fullmatch(r"cut from more than (\d+) tokens", rows[LONG].detail or "")
     assert said is not None and 300 < int(said[1]) < whole
     assert "narrator" in (rows[BAD].detail or "")

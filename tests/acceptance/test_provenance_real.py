@@ -1,4 +1,4 @@
-"""A checkpoint that is replaced under the same path, and another KV cache, on a real server."""
+"""A real server with a replaced checkpoint under the same path, and with another KV cache dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_ROWS = 400
 
 
 def flip_one_bit(checkpoint: Path) -> None:
-    """Change the lowest bit of one weight: no state that anybody could see a difference in."""
+    """Flip the lowest bit of one weight: the difference in the states is negligible."""
     data = bytearray(checkpoint.read_bytes())
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])

@@ -1,7 +1,7 @@
-"""Seeded damage to the files of a data set, and what of a data set is content.
+"""Damages the files of a data set at random, from a seed, and reads the content of a data set.
 
-By hand, with other seeds: `PYTHONPATH=tests python -m hostile.damage verify FIRST COUNT`; also with
-`repair` or `run` in place of `verify`.
+To run it with other seeds: `PYTHONPATH=tests python -m hostile.damage verify FIRST COUNT`, or with
+`repair` or `run` instead of `verify`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from manifest.errors import ManifestError
 
 PROMPTS = make_prompts(25, shortest=10)
 POLICY = Policy(on_too_long=OnTooLong.TRUNCATE, on_duplicate=OnDuplicate.SKIP, max_tokens=50)
-#: How often each file is damaged.
+#: Relative frequency with which each file is damaged.
 WEIGHTS = {MANIFEST_NAME: 12, "shards": 4, "dataset.json": 2, LIVE_NAME: 1}
 
 
 def write_rows(path: Path) -> Path:
-    """Rows with labels, some of them cut, double, or not rows at all."""
+    """Write rows with labels; some are cut, duplicates, or invalid."""
     rows = [
         json.dumps({"id": f"row-{n}", "input_ids": row.ids, "loss_mask": row.mask})
         for n, row in enumerate(PROMPTS)
@@ -64,7 +64,7 @@ def make_data_set(directory: Path) -> Path:
 
 
 async def make_data_set_async(directory: Path) -> Path:
-    """A finished data set of several shards, with what a killed session left beside it."""
+    """Create a finished data set of several shards, and files that a killed session left behind."""
     (directory / "dumps").mkdir()
     async with FakeServer(directory / "dumps").running() as server:
         prompts = write_rows(directory / "p.jsonl")
@@ -83,7 +83,7 @@ async def make_data_set_async(directory: Path) -> Path:
 
 
 def unseal(out: Path) -> None:
-    """Leave the last shard as a killed run leaves it."""
+    """Bring the last shard into the state in which a killed run leaves it."""
     connection = sqlite3.connect(out / MANIFEST_NAME)
     ((number,),) = connection.execute("SELECT MAX(number) FROM shards").fetchall()
     with connection:
@@ -96,7 +96,7 @@ def unseal(out: Path) -> None:
 
 
 def recompute_checksums(connection: sqlite3.Connection) -> None:
-    """Give every row the checksum of what it holds now, where it can have one."""
+    """Give every row the checksum of its current columns, if they have one."""
 
     def text_or_bytes(data: bytes) -> str | bytes:
         try:
@@ -119,7 +119,7 @@ def recompute_checksums(connection: sqlite3.Connection) -> None:
 
 
 def content(out: Path) -> dict[str, Any]:
-    """All that a data set says, whatever the bytes. Raises where it cannot be read."""
+    """The content of a data set, independent of its bytes. Raises if it cannot be read."""
     connection = sqlite3.connect(f"file:{out / MANIFEST_NAME}?mode=ro", uri=True)
     try:
         tables = {
@@ -149,7 +149,7 @@ def content(out: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A file that was damaged; `mend` puts back what was there."""
+    """A damaged file; `mend` restores the original."""
 
     path: Path
     kind: str
@@ -173,7 +173,7 @@ def damage(out: Path, seed: int) -> Damaged:
         path = chance.choice(sorted(path.iterdir()))
     before = path.read_bytes()
     data = bytearray(before)
-    # Most often a bit: the smallest damage is the hardest to see.
+    # Usually a bit: the smallest damage is the hardest to detect.
     (kind,) = chance.choices(["bit", "byte", "cut", "zeros", "swap", "copy"], [12, 4, 1, 1, 1, 1])
     at = chance.randrange(len(data))
     page = 4096
@@ -199,8 +199,10 @@ def damage(out: Path, seed: int) -> Damaged:
 
 
 def verdict_on(out: Path, seed: int, sound: dict[str, Any] | None) -> tuple[Damaged, Audit]:
-    """Damage a data set, verify it, and mend it. Raises AssertionError where it is called clean
-    although its content, which was `sound`, is another."""
+    """Damage a data set, verify it, and mend it.
+
+    Raises AssertionError if it is called clean although its content differs from `sound`.
+    """
     damaged = damage(out, seed)
     try:
         found = audit(out)
@@ -217,7 +219,7 @@ def verdict_on(out: Path, seed: int, sound: dict[str, Any] | None) -> tuple[Dama
 
 
 def look_at(out: Path) -> None:
-    """What `extractor status` shows."""
+    """Read what `extractor status` shows."""
     status = read_status(out)
     orjson.dumps(status.to_document())
     failed_table(status)
@@ -227,7 +229,7 @@ def look_at(out: Path) -> None:
 
 
 async def go_on(out: Path, seed: int, server: FakeServer, prompts: Path) -> None:
-    """Damage a data set and run again without a repair: any message is as good, but no defect."""
+    """Damage a data set and run again without a repair: every error must be a known one."""
     damage(out, seed)
     try:
         await run(options_of(server, prompts, out), Notes())
@@ -238,8 +240,11 @@ async def go_on(out: Path, seed: int, server: FakeServer, prompts: Path) -> None
 async def repair_and_go_on(
     out: Path, seed: int, server: FakeServer, prompts: Path, sound: dict[str, Any]
 ) -> tuple[Damaged, Repair]:
-    """Damage a data set, repair it and run again. Raises AssertionError unless it says what it said
-    before, or the repair was refused and changed nothing."""
+    """Damage a data set, repair it and run again.
+
+    Raises AssertionError unless its content is the same as before, or the repair was refused and
+    changed nothing.
+    """
     damaged = damage(out, seed)
     after = damaged.path.read_bytes()
     _, repair = audit_and_repair(out)
@@ -247,7 +252,7 @@ async def repair_and_go_on(
         if damaged.path.name != MANIFEST_NAME:
             raise AssertionError(f"{damaged}: refused")
         left = damaged.path.read_bytes()
-        # SQLite's own header says which journal it used, and counts changes.
+        # SQLite's own header holds the journal mode and a change counter.
         assert (left[100:], len(left)) == (after[100:], len(after)), f"{damaged}: refused, changed"
         return damaged, repair
     await run(options_of(server, prompts, out), Notes())
@@ -261,7 +266,7 @@ async def repair_and_go_on(
 
 
 def without_place(found: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """What the rows say, but where a sample lies and how often it was asked for."""
+    """The rows without the place of each sample and its number of attempts."""
     hidden = {"shard", "offset", "checksum", "attempts"}
     places = [n for n, name in enumerate(found["columns"]) if name not in hidden]
     return [tuple(row[n] for n in places) for row in found["prompts"]]

@@ -78,7 +78,7 @@ def sql(out: Path, statement: str, *values: object) -> None:
 
 
 def change_rows(out: Path, statement: str, *values: object) -> None:
-    """Rows that are wrong although all that is counted of them, and their checksums, are right."""
+    """Change rows so that they are wrong although their totals and checksums are right."""
     sql(out, statement, *values)
     connection = sqlite3.connect(out / "manifest.sqlite")
     with connection:

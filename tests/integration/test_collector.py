@@ -102,7 +102,7 @@ async def test_files_of_other_runs_are_not_reported_and_not_opened_again(
     DumpWatcher([rank], rid_prefix=RID).poll()
     assert [path.name for path in opened] == ["0000000003.safetensors"] * 2
     opened.clear()
-    DumpWatcher([rank], rid_prefix="xtr-other-").poll()  # whose they are, it is asked again
+    DumpWatcher([rank], rid_prefix="xtr-other-").poll()  # their own run opens them again
     assert [path.name for path in opened] == [
         "0000000000.safetensors", "0000000001.error.json", "0000000003.safetensors",
     ]  # fmt: skip
@@ -124,7 +124,7 @@ async def test_names_of_removed_files_of_other_runs_are_forgotten(
     assert list(rank.others) == [path.name for path in dump_paths(server)]
 
 
-async def test_the_newest_files_are_opened_first_and_all_in_the_end(
+async def test_the_newest_files_are_opened_first_and_eventually_all(
     server: FakeServer, rank: Rank
 ) -> None:
     def polled(most: int) -> list[int]:
@@ -137,14 +137,14 @@ async def test_the_newest_files_are_opened_first_and_all_in_the_end(
     assert polled(2) == [0, 1]
     server.dump(RID, ids(3))
     assert polled(2) == [5, 2]
-    await watcher.wait()  # not for a new one
+    await watcher.wait()  # returns at once: some files are still unread
     assert polled(9) == [3, 4]
     assert polled(9) == []
     watcher.report_again()
     assert polled(9) == [0, 1, 2, 3, 4, 5]
 
 
-async def test_what_was_there_before_is_never_opened_by_who_skips_it(
+async def test_a_skipping_watcher_never_opens_existing_files(
     server: FakeServer, rank: Rank
 ) -> None:
     server.dump(RID, ids(3))

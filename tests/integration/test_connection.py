@@ -1,4 +1,4 @@
-"""Why a server cannot be reached: each cause has its name, and only some may heal by waiting."""
+"""Every cause of a failed connection is named, and waiting may help with some of them only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server_side(certificate: Path) -> ssl.SSLContext:
 
 
 async def asked(url: str, *, wait_s: float = 0.0) -> str:
-    """Why there is no answer. Raises BadAddress where there will never be one."""
+    """The reason why there is no answer. Raises BadAddress if there can never be one."""
     async with Client(url, concurrency=1, request_timeout_s=5.0) as client:
         assert not await wait_until_answering([client], timeout_s=wait_s)
         with pytest.raises(ServerUnreachable) as caught:
@@ -35,13 +35,13 @@ async def asked(url: str, *, wait_s: float = 0.0) -> str:
         return client.silence
 
 
-#: Nobody waits for what cannot come: that would take longer than a test may.
+#: A wait that would exceed the time limit of a test: hopeless causes must not wait.
 FOR_EVER_S = 3600.0
 
 
 @asynccontextmanager
 async def answering(reply: bytes) -> AsyncIterator[str]:
-    """A port that gives the same bytes to everyone."""
+    """Serve a port that answers every connection with the same bytes."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -53,20 +53,20 @@ async def answering(reply: bytes) -> AsyncIterator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def test_a_refused_connection_is_no_server() -> None:
+async def test_a_refused_connection_is_reported_as_no_server() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert await asked(url) == (
         f"no server answers at {url} (cannot connect (ECONNREFUSED: Connection refused))."
     )
 
 
-async def test_a_proxy_that_is_set_is_said_to_be_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unused_proxy_is_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     told = await asked(f"http://127.0.0.1:{free_port()}")
     assert told.endswith(" HTTPS_PROXY is not used: connections are direct.")
 
 
-async def test_an_unknown_host_name_is_no_server_that_is_down() -> None:
+async def test_an_unknown_host_name_is_not_reported_as_a_server_that_is_down() -> None:
     told = await asked("http://no-such-host.invalid:30000")
     assert told.startswith("the host name of http://no-such-host.invalid:30000 cannot be resolved")
     assert "no server answers" not in told

@@ -1,4 +1,4 @@
-"""Damage to every file of a data set: `verify` always ends in a verdict, and the right one."""
+"""Damage to any file of a data set: `verify` always ends in a verdict, and a correct one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PER_TEST = 500
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good data set, which every test puts back as it was."""
+    """A sound data set, which every test restores."""
     return make_data_set(tmp_path_factory.mktemp("damage"))
 
 
@@ -48,7 +48,7 @@ def sound(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_no_damage_that_changes_content_is_called_clean(
+def test_damage_that_changes_content_is_never_called_clean(
     out: Path, sound: dict[str, Any], part: int
 ) -> None:
     clean = [
@@ -57,19 +57,19 @@ def test_no_damage_that_changes_content_is_called_clean(
         for damaged, found in [verdict_on(out, seed, sound)]
         if found.is_clean
     ]
-    # What SQLite has not given to any row is no content. Most of the rest is found.
+    # Bytes that SQLite does not use for any row are not content. Most other damage is found.
     assert len(clean) < PER_TEST * 2 // 3
     assert content(out) == sound
 
 
-def test_damage_to_what_a_killed_run_left_ends_in_a_verdict_too(tmp_path: Path, out: Path) -> None:
+def test_damage_to_the_files_of_a_killed_run_ends_in_a_verdict(tmp_path: Path, out: Path) -> None:
     unfinished = Path(shutil.copytree(out, tmp_path / "out"))
     unseal(unfinished)
     for seed in range(50_000, 50_200):
         verdict_on(unfinished, seed, None)
 
 
-async def test_a_repair_and_a_run_bring_everything_back_or_nothing_was_changed(
+async def test_a_repair_and_a_run_restore_everything_or_the_repair_changes_nothing(
     tmp_path: Path,
 ) -> None:
     master = await make_data_set_async(tmp_path)
@@ -87,7 +87,7 @@ async def test_a_repair_and_a_run_bring_everything_back_or_nothing_was_changed(
 # --- one value -----------------------------------------------------------------------------------
 
 BAD_TEXT = "CAST(x'ff41' AS TEXT)"
-#: Values that no writer wrote, by table and column: SQL, and the ordinal of a stored row.
+#: Table -> column -> invalid values, as SQL expressions.
 PLANTED = {
     "prompts": {
         "source": ("9", "-1", "'x'", "NULL"),
@@ -145,7 +145,7 @@ WHERE = {
 
 
 def plant(out: Path, table: str, column: str, value: str) -> None:
-    """Put a value where SQLite, asked politely, would refuse it; with the checksum that it has."""
+    """Write a value that SQLite's checks would refuse, and a matching checksum."""
 
     def on_schema(statement: str) -> None:
         connection = sqlite3.connect(out / MANIFEST_NAME)
@@ -200,7 +200,7 @@ def test_a_value_that_no_writer_wrote_is_a_finding(
     assert peak_bytes < 40 << 20
     assert json.loads(json.dumps(found.to_document()))["clean"] is False
     if table == "prompts" and column not in ("state", "reason", "shard"):
-        # The row is named, and nothing beside it is called damaged.
+        # Only the damaged row is named.
         assert {f.row for f in found.findings if f.row is not None} <= {3, 4}
         assert 3 in {f.row for f in found.findings}
     audit_and_repair(copy)
@@ -228,7 +228,7 @@ def in_place_of(path: Path, kind: str) -> None:
             path.write_bytes(b"[" * (1 << 20))
         case "large":
             with path.open("wb") as file:
-                file.truncate(6 << 30)  # a hole: takes no room
+                file.truncate(6 << 30)  # sparse: takes no disk space
 
 
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link", "file", "zeros", "deep", "large"])
@@ -242,7 +242,7 @@ def in_place_of(path: Path, kind: str) -> None:
         ("shards", FindingKind.SHARD_MISSING),
     ],
 )
-def test_something_else_in_place_of_a_file_is_a_finding_and_is_never_waited_for(
+def test_foreign_content_in_place_of_a_file_is_a_finding_and_never_blocks(
     tmp_path: Path, out: Path, name: str, expected: FindingKind, kind: str
 ) -> None:
     copy = Path(shutil.copytree(out, tmp_path / "out"))
@@ -262,7 +262,7 @@ def test_something_else_in_place_of_a_file_is_a_finding_and_is_never_waited_for(
 
 
 def test_a_shard_that_begins_nowhere_takes_no_memory(tmp_path: Path, out: Path) -> None:
-    """The room for a header is as large as the manifest says: 6 GB here, and so is the file."""
+    """The manifest states a header of 6 GB, and the file has that size."""
     copy = Path(shutil.copytree(out, tmp_path / "out"))
     plant(copy, "shards", "data_start", str(6 << 30))
     with (copy / "shards" / "shard-000000.safetensors").open("r+b") as file:
@@ -287,11 +287,11 @@ def test_many_findings_are_counted_and_not_all_kept(tmp_path: Path) -> None:
     assert "\x1b" not in found.to_text()
 
 
-# --- what a person sees --------------------------------------------------------------------------
+# --- output for users ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 100, 4096 + 7])
-def test_the_command_line_gives_its_json_whatever_became_of_the_manifest(
+def test_verify_json_works_for_every_state_of_the_manifest(
     tmp_path: Path, out: Path, at: int
 ) -> None:
     copy = Path(shutil.copytree(out, tmp_path / "out"))

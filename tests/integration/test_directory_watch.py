@@ -109,12 +109,12 @@ def test_a_listing_that_takes_long_is_made_less_often(
     watcher._listing_s = 1e12 * directory_watch.LISTING_COST_S
     assert watcher.poll() == []
     publish(tmp_path, "2.dump")
-    assert watcher.poll() == [(tmp_path, "2.dump")]  # which the kernel tells
+    assert watcher.poll() == [(tmp_path, "2.dump")]  # reported by inotify
     watcher._listing_s = 0.0
     assert watcher.poll() == [(tmp_path, "1.dump")]
 
 
-async def test_where_only_listings_tell_they_take_a_share_of_the_time(
+async def test_without_inotify_listings_take_a_limited_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watcher := watch(tmp_path), "_notify", None)
@@ -129,9 +129,7 @@ async def test_where_only_listings_tell_they_take_a_share_of_the_time(
     assert pauses == [directory_watch.IDLE_INTERVAL_S, 0.5 * directory_watch.LISTING_PAUSES]
 
 
-def test_skipped_names_are_never_reported_and_others_again_when_asked_for(
-    tmp_path: Path, is_told: bool
-) -> None:
+def test_report_again_repeats_all_names_except_skipped_ones(tmp_path: Path, is_told: bool) -> None:
     publish(tmp_path, "1.dump")
     watcher = watch(tmp_path)
     watcher.skip()

@@ -663,7 +663,7 @@ def test_connections_fit_the_files_that_may_be_open(
     ("concurrency", "num_servers", "most"),
     [(73, 1, 72), (5000, 1, 72), (37, 2, 36), (72, 1, None), (36, 2, None), (None, 2, None)],
 )
-def test_a_concurrency_beyond_the_files_that_may_be_open_is_refused(
+def test_a_concurrency_beyond_the_limit_of_open_files_is_refused(
     monkeypatch: pytest.MonkeyPatch, concurrency: int | None, num_servers: int, most: int | None
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (200, 200))

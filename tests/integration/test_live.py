@@ -154,7 +154,7 @@ def test_a_torn_file_is_nobody(tmp_path: Path, content: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_damaged_file_is_nobody_and_breaks_no_display(
+def test_a_damaged_file_means_no_live_run_and_breaks_no_display(
     tmp_path: Path, place: tuple[str, ...], value: object
 ) -> None:
     file = LiveFile(tmp_path)
@@ -172,7 +172,7 @@ def test_a_damaged_file_is_nobody_and_breaks_no_display(
     file.close()
 
 
-def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_the_file_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LIVE_NAME)
     os.mkfifo(tmp_path / LOCK_NAME)
     assert read_live(tmp_path) is None

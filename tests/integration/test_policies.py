@@ -154,4 +154,4 @@ async def test_a_run_that_goes_on_tokenises_only_what_is_not_done(
         assert tokenised == list(range(9))
         tokenised.clear()
         await run(replace(options, retry_failed=True), notes)
-    assert tokenised == [*range(8), 8]  # what is stored is compared
+    assert tokenised == [*range(8), 8]  # stored rows are rendered again for comparison

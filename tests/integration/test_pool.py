@@ -101,7 +101,7 @@ def test_a_process_that_dies_is_an_error_with_what_to_do(folder: str) -> None:
             list(items)
 
 
-def test_the_processes_tokenise_within_the_bound_of_the_run(folder: str) -> None:
+def test_worker_processes_respect_the_token_bound_of_the_run(folder: str) -> None:
     data = orjson.dumps({"text": "one two three " * 10_000})
     row = RawRow(ordinal=0, source="a", line=1, data=data)
     renderer = Renderer.load(folder, bound=TokenBound(max_tokens=1000))
@@ -137,14 +137,14 @@ def test_ten_megabytes_in_a_row_take_little_more_memory_than_ten_bytes(folder: s
 
     (small, _), (large, kind) = peak_mib(1), peak_mib(750_000)
     assert kind == "BadRow"
-    assert large - small < 150  # 1,500 where it is tokenised
+    assert large - small < 150  # 1,500 if it is tokenised
 
 
 @pytest.mark.parametrize("change", ["vocabulary", "template"])
-def test_processes_use_the_tokenizer_that_was_digested_or_none(
+def test_worker_processes_refuse_a_tokenizer_that_changed(
     folder: str, tmp_path: Path, change: str
 ) -> None:
-    """They load it later, perhaps after its files were replaced."""
+    """The workers load it later than the run, when its files may have been replaced."""
     copy = tmp_path / "tokenizer"
     shutil.copytree(folder, copy)
     renderer = Renderer.load(str(copy))
@@ -164,7 +164,7 @@ def test_processes_use_the_tokenizer_that_was_digested_or_none(
         next(pool.prompts_from(rows(1)))
 
 
-def test_processes_give_a_template_the_same_time(tmp_path: Path) -> None:
+def test_all_worker_processes_give_a_template_the_same_time(tmp_path: Path) -> None:
     template = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}" + QWEN3
     tokenizer_for(template).save_pretrained(tmp_path)
     renderer = Renderer.load(

@@ -60,10 +60,10 @@ while True:
 """
 
 
-def test_after_a_signal_a_server_has_no_longer_than_what_is_left(
+def test_after_a_signal_a_server_gets_only_the_remaining_time_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else this would take an hour."""
+    """Without the limit this test would take an hour."""
     monkeypatch.setattr(process, "STOP_PATIENCE_S", 3600.0)
     monkeypatch.setattr(signals, "END_S", process.KILL_S + 0.2)
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""Which model made a row: sessions and servers that compute something else are refused by name."""
+"""Sessions and servers that compute other states are refused, naming the facts that differ."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def refused(options: RunOptions, notes: Notes) -> str:
 
 
 def at_request(number: int, act: Callable[[], None]) -> FaultPlan:
-    """No fault, but `act` is called when that request arrives."""
+    """Call `act` when request `number` arrives; not a fault."""
 
     def plan(arrived: int, rid: str) -> None:
         if arrived == number:
@@ -98,7 +98,7 @@ def at_request(number: int, act: Callable[[], None]) -> FaultPlan:
 async def stopped_half_way(
     dump_root: Path, path: Path, out: Path, notes: Notes, model: FakeModel
 ) -> None:
-    """A session that a signal ends with some rows stored."""
+    """Run a session that a signal ends when some rows are stored."""
     stop = at_request(15, lambda: os.kill(os.getpid(), signal.SIGINT))
     async with FakeServer(dump_root, model=model, faults=stop).running() as server:
         with pytest.raises((Interrupted, ExceptionGroup)):
@@ -107,7 +107,7 @@ async def stopped_half_way(
     assert 0 < stored < NUM_ROWS
 
 
-#: Another model in each of the ways that a server can tell, and what names it.
+#: Other models, each with a different announced fact, and the name of that fact.
 OTHER_MODELS: dict[str, tuple[FakeModel, str]] = {
     "weights": (FakeModel(checkpoint=1), f"weights: was {0:032x}, is {1:032x}"),
     "kv_cache_dtype": (FakeModel(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype: was auto, is fp8"),
@@ -131,7 +131,7 @@ async def test_a_session_with_another_model_is_refused_by_name_and_sends_nothing
 
 
 class NamelessModel(FakeModel):
-    """Of a server whose plugin could not compute a fingerprint."""
+    """The model of a server whose plugin could not compute a fingerprint."""
 
     @property
     def weights(self) -> None:  # type: ignore[override]
@@ -142,7 +142,7 @@ class NamelessModel(FakeModel):
 DISGUISED = FakeModel(checkpoint=1, fingerprint=0)
 
 
-async def test_the_canary_catches_what_nothing_announces(
+async def test_the_canary_detects_a_change_that_the_server_does_not_announce(
     dump_root: Path, path: Path, out: Path, notes: Notes
 ) -> None:
     await stopped_half_way(dump_root, path, out, notes, FakeModel())
@@ -153,11 +153,11 @@ async def test_the_canary_catches_what_nothing_announces(
     assert len(starts_of(out)) == 1
 
 
-async def test_the_same_model_goes_on_and_each_start_is_on_record(
+async def test_a_run_continues_with_the_same_model_and_records_each_start(
     dump_root: Path, path: Path, out: Path, notes: Notes, prompts: list[Ids]
 ) -> None:
     await stopped_half_way(dump_root, path, out, notes, FakeModel())
-    # Rounding at most: it is recorded, and the canary shows that it is no more.
+    # These change rounding only: they are recorded, and the canary confirms it.
     model = FakeModel(settings={"device": "other", "attention_backend": "fa3"})
     async with FakeServer(dump_root, model=model, chunk_tokens=7).running() as server:
         await run(options_for(server, path, out), notes)
@@ -177,7 +177,7 @@ async def test_the_same_model_goes_on_and_each_start_is_on_record(
 
 
 @pytest.mark.parametrize("model", [FakeModel(checkpoint=1), DISGUISED])
-async def test_a_deliberate_change_has_an_option_and_is_on_record(
+async def test_a_deliberate_change_needs_an_option_and_is_recorded(
     dump_root: Path, path: Path, out: Path, notes: Notes, prompts: list[Ids], model: FakeModel
 ) -> None:
     await stopped_half_way(dump_root, path, out, notes, FakeModel())
@@ -187,17 +187,17 @@ async def test_a_deliberate_change_has_an_option_and_is_on_record(
     _, second = starts_of(out)
     is_disguised = model is DISGUISED
     assert second.accepted == (("canary",) if is_disguised else ("weights", "canary"))
-    # Each row names the start that made it, and holds the states of that one.
+    # Each row names the server start that computed it, and holds that server's states.
     made_by = {row.ordinal: row.server for row in rows_of(out)}
     assert made_by == checkpoints_of(out, prompts)
     assert {ordinal for ordinal, number in made_by.items() if number == 0} == before
     document = orjson.loads((out / "dataset.json").read_bytes())
     assert document["sessions"][1]["servers"][0]["accepted"] == list(second.accepted)
-    # From here on, the new model is the one to compare with: the old one is a change again.
+    # From now on the new model is the reference: going back to the old one is a change again.
     async with FakeServer(dump_root).running() as server:
         options = options_for(server, path, out, retry_failed=True)
         if is_disguised:
-            await run(options, notes)  # every row is settled: the canary is not asked for
+            await run(options, notes)  # all rows are settled: the canary is not requested
         else:
             assert "weights: was" in await refused(options, notes)
     assert audit(out).is_clean
@@ -242,14 +242,14 @@ async def test_weights_that_are_updated_during_a_run_end_it_and_no_row_of_them_i
     server = FakeServer(dump_root, model=model)
 
     def update() -> None:
-        model.checkpoint = 1  # every later dump names it; READY.json of the run is of the start
+        model.checkpoint = 1  # later dumps carry its id; the run read READY.json at its start
 
     server._faults = at_request(30, update)
     async with server.running():
         message = await refused(options_for(server, path, out, concurrency=2), notes)
     assert "were updated during the run" in message
     assert f"they were {0:032x} when it began" in message
-    # The same command against the old weights does the rest.
+    # The same command against the old weights finishes the rest.
     async with FakeServer(dump_root).running() as server:
         await run(options_for(server, path, out), notes)
     assert set(checkpoints_of(out, prompts).values()) == {0}
@@ -280,7 +280,7 @@ async def test_a_server_without_a_fingerprint_is_used_with_a_warning(
     assert audit(out).is_clean
 
 
-#: Begun by the version before server starts were recorded, and stopped with rows stored.
+#: A data set of the last version that recorded no server starts; stopped with some rows stored.
 OLD_VERSION = Path(__file__).parents[1] / "old_version"
 
 

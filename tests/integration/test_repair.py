@@ -109,7 +109,7 @@ def on_manifest(out: Path, *statements: str) -> None:
     database.close()
 
 
-def test_what_follows_from_the_rows_is_counted_again(out: Path) -> None:
+def test_a_repair_recomputes_the_counts_from_the_rows(out: Path) -> None:
     on_manifest(
         out,
         "UPDATE tallies SET num_rows = num_rows + 1 WHERE state = 'stored'",
@@ -120,7 +120,7 @@ def test_what_follows_from_the_rows_is_counted_again(out: Path) -> None:
     assert found.counts[FindingKind.MANIFEST_DAMAGED] == 3
     assert (repair.rows, repair.planned, repair.refused) == (0, 0, None)
     assert audit(out).is_clean
-    # Its size was said to be 7 bytes: it was copied, as any shard with something wrong in it.
+    # The manifest gave it a size of 7 bytes, so it was replaced, like any damaged shard.
     assert len(set(shards(out)) - set(before)) == 1
     assert read_samples(out).keys() == set(range(len(PROMPTS)))
 

@@ -1,4 +1,4 @@
-"""Answers that no sound server gives: odd ones, endless ones, and those that drip."""
+"""Replies that a working server never sends: invalid, endless, and slow byte by byte."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def dripping(request: web.Request) -> web.StreamResponse:
         ),
     ],
 )
-async def test_a_reply_that_does_not_fit_names_the_field(
+async def test_an_invalid_reply_is_reported_by_its_field(
     changes: dict[str, object], problem: str
 ) -> None:
     failure = await reply_to({"meta_info": {**META, **changes}})
@@ -128,7 +128,7 @@ async def test_fields_that_a_release_leaves_out_are_not_asked_for(
 @pytest.mark.parametrize(
     "meta",
     [
-        # As SGLang's tokenizer manager makes them: what was in the queue alone has no figures.
+        # As SGLang's tokenizer manager writes them: a request that was only queued has no counts.
         {"id": RID, "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
          "weight_version": "default", "e2e_latency": 0.1, "completion_tokens": 0},
         {**META, "finish_reason": {"type": "abort", "message": "Aborted", "status_code": None,
@@ -137,7 +137,7 @@ async def test_fields_that_a_release_leaves_out_are_not_asked_for(
                                       "message": "The request queue is full."}},
     ],
 )  # fmt: skip
-async def test_an_abort_that_says_nothing_of_the_prompt_is_busy(meta: dict[str, object]) -> None:
+async def test_an_abort_that_is_not_about_the_prompt_means_busy(meta: dict[str, object]) -> None:
     failure = await reply_to({"text": "", "output_ids": [], "meta_info": meta})
     assert isinstance(failure, Failure)
     assert failure.is_busy
@@ -154,7 +154,7 @@ async def test_an_abort_that_says_nothing_of_the_prompt_is_busy(meta: dict[str, 
         {"detail": f"Duplicate request ID detected: {RID}"},
     ],
 )  # fmt: skip
-async def test_a_duplicate_is_known_in_every_shape_of_an_error(document: object) -> None:
+async def test_a_duplicate_is_recognised_in_every_form_of_an_error(document: object) -> None:
     failure = await reply_to(document, status=400)
     assert isinstance(failure, Failure)
     assert (failure.is_copy, failure.is_permanent) == (True, False)
@@ -165,7 +165,7 @@ async def test_an_endless_reply_is_read_to_a_bound_and_named() -> None:
         failure = await client.generate(REQUEST)
     assert isinstance(failure, Failure)
     assert "more than 1.0 MiB" in failure.detail
-    # It did answer: that is neither a lost connection nor a dump that may come.
+    # The server answered: the connection was not lost, and a dump is not expected.
     assert not failure.is_transport
     assert not failure.is_unanswered
 
@@ -174,12 +174,12 @@ async def test_a_reply_that_drips_ends_with_the_request_timeout() -> None:
     async with client_of(dripping, request_timeout_s=0.5) as client:
         failure = await client.generate(REQUEST)
     assert isinstance(failure, Failure)
-    assert failure.detail == "no whole answer in 0.5 s (--request-timeout)"
+    assert failure.detail == "no complete reply in 0.5 s (--request-timeout)"
     assert failure.is_unanswered
     assert not failure.is_not_counted
 
 
-async def test_what_a_server_says_of_itself_is_read_to_a_bound() -> None:
+async def test_a_servers_self_description_is_read_up_to_a_limit() -> None:
     tracemalloc.start()
     try:
         async with client_of(endless) as client:
@@ -191,7 +191,7 @@ async def test_what_a_server_says_of_itself_is_read_to_a_bound() -> None:
     assert peak_bytes < 4 * MAX_INFO_BYTES
 
 
-async def test_a_packed_answer_is_unpacked_to_a_bound() -> None:
+async def test_a_compressed_reply_is_decompressed_up_to_a_limit() -> None:
     packed = gzip.compress(bytes(256 << 20))
 
     async def handler(request: web.Request) -> web.Response:
@@ -211,7 +211,7 @@ async def test_a_packed_answer_is_unpacked_to_a_bound() -> None:
 
 
 @pytest.mark.parametrize("handler", [endless, dripping])
-async def test_no_body_is_read_of_a_health_check(handler: Handler) -> None:
+async def test_the_body_of_a_health_check_is_not_read(handler: Handler) -> None:
     async with client_of(handler) as client, asyncio.timeout(5.0):
         assert await client.is_healthy()
         assert await client.is_draining() is False
@@ -232,7 +232,7 @@ async def test_no_body_is_read_of_a_health_check(handler: Handler) -> None:
         ("/server_info", {"internal_states": ["x"]}, "internal_states.0 is 'x', must be an object"),
     ],
 )  # fmt: skip
-async def test_what_a_server_says_of_itself_names_the_field_that_does_not_fit(
+async def test_an_invalid_self_description_is_reported_by_its_field(
     path: str, changes: dict[str, object], problem: str
 ) -> None:
     documents: dict[str, dict[str, object]] = {
@@ -250,7 +250,7 @@ async def test_what_a_server_says_of_itself_names_the_field_that_does_not_fit(
     assert str(caught.value).endswith(f"answers, but not like SGLang 0.5.11 or newer: {problem}")
 
 
-async def test_what_is_no_object_is_no_sglang() -> None:
+async def test_a_reply_that_is_not_an_object_is_not_from_sglang() -> None:
     async with client_of(answering([1])) as client:
         with pytest.raises(PluginError, match="/model_info: the answer is an array, must be an"):
             await client.facts()

@@ -1,4 +1,4 @@
-"""A data set that goes on gives the prompts that it began with, or stops."""
+"""A resumed run renders the same prompts as before, or stops."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def stated_time(out: Path) -> str | None:
 
 
 def forget_time(out: Path) -> None:
-    """Make the data set one of a version of this tool that recorded no time."""
+    """Remove the recorded time, as in a data set of an older version."""
     store = Store.create_or_open(out / MANIFEST_NAME)
     reading = store.identity()["reading"]
     del reading["now"]
@@ -113,7 +113,7 @@ def forget_time(out: Path) -> None:
     store.close()
 
 
-async def test_a_data_set_has_one_time_whenever_it_goes_on(
+async def test_a_data_set_keeps_one_time_over_all_sessions(
     tmp_path: Path, dump_root: Path, prompts: Path, out: Path, notes: Notes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -132,7 +132,7 @@ async def test_a_data_set_has_one_time_whenever_it_goes_on(
     assert audit(out).findings == []
 
 
-async def test_a_time_that_is_named_makes_two_data_sets_equal(
+async def test_the_now_option_makes_two_data_sets_equal(
     tmp_path: Path, dump_root: Path, prompts: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = []
@@ -158,7 +158,7 @@ async def test_a_template_without_a_clock_binds_no_time(
     assert stated_time(out) is None
 
 
-async def test_a_data_set_of_an_older_version_goes_on_with_the_time_of_its_rows_only(
+async def test_a_data_set_of_an_older_version_continues_only_with_the_time_of_its_rows(
     tmp_path: Path, dump_root: Path, prompts: Path, out: Path, notes: Notes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -174,7 +174,7 @@ async def test_a_data_set_of_an_older_version_goes_on_with_the_time_of_its_rows_
         assert message.endswith("name the date of its first run: --now 2026-01-31")
         assert server.requests == []
         await run(wishes(server, prompts, out, now=FIRST), notes)
-        assert stated_time(out) == FIRST  # from now on
+        assert stated_time(out) == FIRST  # now recorded
         await run(wishes(server, prompts, out), notes)
     assert times_in(out, str(tmp_path / "tokenizer")) == {"31 Jan 2026 23:59:59"}
     assert audit(out).findings == []
@@ -194,7 +194,7 @@ async def test_a_finished_data_set_of_an_older_version_is_left_as_it_is(
 
 
 def change_rendering(monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
-    """As another version of a package would, where a rendering has `sign` in it."""
+    """Change every rendering that contains `sign`, as another version of a package might."""
     original = ChatTokenizer.render
 
     def changed(self: ChatTokenizer, *args: Any, **kwargs: Any) -> str:
@@ -204,7 +204,7 @@ def change_rendering(monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
     monkeypatch.setattr(ChatTokenizer, "render", changed)
 
 
-async def test_stored_rows_that_are_other_prompts_now_stop_the_run_before_it_sends(
+async def test_stored_rows_that_now_give_other_prompts_stop_the_run_before_it_sends(
     dump_root: Path, prompts: Path, out: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await begin(dump_root, prompts, out, notes, now=FIRST)
@@ -223,10 +223,10 @@ async def test_stored_rows_that_are_other_prompts_now_stop_the_run_before_it_sen
     assert rows_of(out) == before
 
 
-async def test_a_planned_row_that_is_another_prompt_now_stops_the_run(
+async def test_a_planned_row_that_now_gives_another_prompt_stops_the_run(
     dump_root: Path, prompts: Path, out: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is compared when it is read again."""
+    """A planned row is compared when it is read again."""
 
     def reject(number: int, rid: str) -> Fault | None:
         return Fault.REJECT if f"-{NUM_ROWS - 1}-" in rid else None

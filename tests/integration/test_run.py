@@ -640,7 +640,7 @@ async def test_duplicates_of_pieces_never_make_a_sample(
 async def test_a_gateway_that_sends_everything_twice_costs_nothing(
     tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
-    """Probes included: each reply is of the second copy, each dump of the first."""
+    """The reply is for the second copy, the dump from the first; also for probes."""
     prompts = make_prompts(30)
     faults: list[Fault] = []
 
@@ -658,7 +658,7 @@ async def test_a_gateway_that_sends_everything_twice_costs_nothing(
     assert dumps_under(dump_root) == []
 
 
-async def test_a_probe_that_a_gateway_sends_twice_opens_the_gate_again(
+async def test_a_probe_that_a_gateway_sends_twice_still_resumes_the_server(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.0)
@@ -730,8 +730,8 @@ async def test_other_runs_dumps_are_opened_once_however_often_a_run_looks(
     monkeypatch: pytest.MonkeyPatch,
     is_dead: bool,
 ) -> None:
-    """Not by the probe, the collector, and the sweeps at the end of either; and not at all where
-    nothing of the run can be there."""
+    """Probe, collector and their final sweeps share one read of each file, or none if files of
+    this run cannot be among them."""
     opened: Counter[Path] = Counter()
 
     def counting(path: Path, *, whole_bytes: int) -> tuple[Dump, bytes]:
@@ -751,7 +751,9 @@ async def test_other_runs_dumps_are_opened_once_however_often_a_run_looks(
         others = others_dump(server)
         await run(options_for(server, path, tmp_path / "out"), notes)
         assert not others & set(opened)
-        assert sum(opened.values()) == 2 + 19  # the probe's, also to remove it; the prompts'
+        assert (
+            sum(opened.values()) == 2 + 19
+        )  # the probe's dump twice, to read and remove it; the prompts' once
         opened.clear()
         if not is_dead:
             await run(options_for(server, path, tmp_path / "out", retry_failed=True), notes)
@@ -855,7 +857,7 @@ def as_parquet(rows: list[dict[str, object]]) -> bytes:
 
 
 class OverwritingServer(FakeServer):
-    """Acts when the third prompt comes, and keeps the ids of all."""
+    """Calls a function when the third prompt arrives, and records the ids of all prompts."""
 
     def __init__(self, dump_root: Path, act: Callable[[], None]) -> None:
         super().__init__(dump_root)
@@ -870,14 +872,14 @@ class OverwritingServer(FakeServer):
 
 
 @pytest.mark.parametrize("form", [as_lines, orjson.dumps, as_lines_in_gzip, as_parquet])
-async def test_no_prompt_is_sent_of_a_file_that_is_overwritten_while_a_run_reads_it(
+async def test_prompts_of_a_file_that_is_overwritten_during_a_run_are_not_sent(
     tmp_path: Path,
     dump_root: Path,
     notes: Notes,
     monkeypatch: pytest.MonkeyPatch,
     form: Callable[[list[dict[str, object]]], bytes],
 ) -> None:
-    """In place, with the same size, and with the times of the old content."""
+    """The file is overwritten in place, with the same size and the old times."""
     monkeypatch.setattr(extractor.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
     monkeypatch.setattr(extractor.reading, "READ_BATCH", 8)
     filler = random.Random(0).randbytes(8 << 20).hex()
@@ -1085,7 +1087,7 @@ async def test_dumps_of_an_earlier_session_are_adopted_where_they_are_whole_and_
         dump_root,
         model=model,
         chunk_tokens=chunk_tokens,
-        boot_id=server.boot_id,  # on record, as the boot of every server that a run used
+        boot_id=server.boot_id,  # recorded, like the boot of every server that a run used
     )
     async with FakeServer(dump_root).running() as server:
         if is_dead:
@@ -1382,7 +1384,7 @@ async def test_a_dry_run_of_what_was_begun_says_what_is_settled_already(
 async def test_dry_runs_of_one_server_at_the_same_time_do_not_disturb_each_other(
     tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
-    """A server refuses a rid that is at work already."""
+    """A server rejects the rid of a request in progress."""
     async with FakeServer(dump_root, delay_s=0.02).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(10))
         options = options_for(server, path, tmp_path / "out")

@@ -205,7 +205,7 @@ async def test_a_taken_port_is_refused_before_anything_is_started(
     ("name", "words"),
     [("file", "is a file; name a"), ("link", "is a link to nowhere"), ("loop", "loop")],
 )
-async def test_a_dump_dir_that_is_none_is_refused_before_anything_is_started(
+async def test_an_invalid_dump_dir_is_refused_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
 ) -> None:
     (tmp_path / "file").touch()

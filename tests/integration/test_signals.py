@@ -91,10 +91,10 @@ async def test_outside_of_a_command_the_handlers_come_off_again() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-# --- the end, whatever happens ------------------------------------------------------------------
+# --- the time limit after a signal --------------------------------------------------------------
 
 
-def test_the_process_is_ended_some_time_after_the_first_signal_though_all_stands_still(
+def test_the_process_is_ended_after_a_signal_even_if_everything_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(signals, "END_S", 0.05)
@@ -107,9 +107,9 @@ def test_the_process_is_ended_some_time_after_the_first_signal_though_all_stands
 
     async def command() -> None:
         with stop_on_signals(asyncio.Event()):
-            assert not ended.wait(0.1)  # without a signal, never
+            assert not ended.wait(0.1)  # never called without a signal
             await send(signal.SIGTERM)
-            assert ended.wait(30)  # the loop stands still meanwhile
+            assert ended.wait(30)  # blocks the event loop meanwhile
             await asyncio.sleep(0.1)
 
     asyncio.run(under_signals(command(), end=end))
@@ -117,10 +117,12 @@ def test_the_process_is_ended_some_time_after_the_first_signal_though_all_stands
     assert ends != [threading.main_thread().name]
 
 
-def test_patience_is_what_a_signal_leaves_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_signal_patience_is_limited_to_the_remaining_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 1000.0
     monkeypatch.setattr("extractor.signals.time.monotonic", lambda: now)
-    assert patience_s(15.0, keep_s=4.0) == 15.0  # no command at all
+    assert patience_s(15.0, keep_s=4.0) == 15.0  # outside of a command
     found: list[float] = []
 
     async def command() -> None:
@@ -138,7 +140,7 @@ def test_patience_is_what_a_signal_leaves_of_it(monkeypatch: pytest.MonkeyPatch)
     assert found == [15.0, 14.0, 8.0, 1.0, 0.0]
 
 
-async def test_work_is_done_to_its_end_and_the_cancellation_kept() -> None:
+async def test_cancelled_work_is_finished_before_the_cancellation_is_raised() -> None:
     done: list[str] = []
     may_end = asyncio.Event()
 

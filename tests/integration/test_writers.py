@@ -56,7 +56,7 @@ def no_ranks(root: Path, url: str = "http://127.0.0.1:1") -> None:
     ranks_of(scan_writers(root), url=url, model_path="m")
 
 
-def test_a_dump_dir_that_is_not_there_is_wrong_unless_it_is_the_default(
+def test_a_missing_dump_dir_is_an_error_unless_it_is_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(BadDumpDir, match="absent does not exist"):
@@ -66,7 +66,7 @@ def test_a_dump_dir_that_is_not_there_is_wrong_unless_it_is_the_default(
         no_ranks(tmp_path / "absent")
 
 
-def test_a_dump_dir_that_is_a_file_or_leads_nowhere_is_wrong(tmp_path: Path) -> None:
+def test_a_dump_dir_that_is_a_file_or_a_dangling_link_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadDumpDir, match=r"cannot be read .Not a directory"):
         no_ranks(tmp_path / "file")
@@ -92,7 +92,7 @@ def test_a_dump_dir_that_cannot_be_read_says_why(
         ranks_of(seen, url="http://127.0.0.1:1", model_path="m")
 
 
-def test_the_servers_own_environment_says_where_it_dumps(tmp_path: Path) -> None:
+def test_the_servers_environment_reveals_its_dump_dir(tmp_path: Path) -> None:
     listen = (
         "import socket; s = socket.create_server(('127.0.0.1', 0)); "
         "print(s.getsockname()[1], flush=True); input()"
@@ -113,7 +113,7 @@ def test_the_servers_own_environment_says_where_it_dumps(tmp_path: Path) -> None
             no_ranks(there, url)
 
 
-async def test_servers_of_one_port_are_told_apart_by_their_addresses(dump_root: Path) -> None:
+async def test_servers_with_the_same_port_are_distinguished_by_address(dump_root: Path) -> None:
     async with FakeServer(dump_root).running(host="::1") as one:
         port = int(one.url.rpartition(":")[2])
         async with FakeServer(dump_root).running(port=port) as other:

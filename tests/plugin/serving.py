@@ -126,7 +126,7 @@ class Serving:
 
 
 def update_weights(server: Serving, model: Path, **extra: Any) -> dict[str, Any]:
-    """Have the server read the weights of `model` into the model that it serves."""
+    """Make the server load the weights of `model` into its model, and return its reply."""
     request = urllib.request.Request(
         f"{server.url}/update_weights_from_disk",
         data=json.dumps({"model_path": str(model), **extra}).encode(),

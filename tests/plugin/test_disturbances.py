@@ -421,7 +421,7 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("quick_retries")
-def test_prompts_that_somebody_else_aborts_are_sent_again_at_no_cost(
+def test_prompts_that_another_client_aborts_are_sent_again_at_no_cost(
     server: Serving,
     faults: Path,
     reference: Reference,
@@ -429,7 +429,7 @@ def test_prompts_that_somebody_else_aborts_are_sent_again_at_no_cost(
     outcomes: list[tuple[int, Reason]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As by an operator, or for new weights: most wait in the queue then, one is in mid-prefill."""
+    """An operator or a weight update may abort all: most wait in the queue, one is in prefill."""
     prompts = make_prompts(6, seed=80, shortest=60, longest=60, vocabulary=500)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     generate = Client.generate

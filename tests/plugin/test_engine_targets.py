@@ -100,7 +100,7 @@ def source(request: pytest.FixtureRequest, wheels: dict[str, Path | IndexUnreach
     return Source(request.param, wheel)
 
 
-def test_a_release_refuses_in_the_words_that_the_client_knows(source: Source) -> None:
+def test_each_release_words_its_refusals_as_the_client_expects(source: Source) -> None:
     words = source.text("sglang/srt/managers/tokenizer_manager.py").lower()
     assert all(message in words for message in BY_MESSAGE)
 

@@ -79,7 +79,7 @@ def test_answers_equal_those_of_a_plain_server_bit_for_bit(
         model_dir("llama"), tmp_path / "none", boundaries="eagle3", args=ARGS, plugin=False
     ) as plain:
         without = ask_all(plain)
-        # An update in place is answered alike, and the answers after it are alike too.
+        # An update in place gets the same reply, and later replies are equal as well.
         replies = [update_weights(server, model_dir("llama")) for server in (patched, plain)]
         after = [
             stable(server.generate("xtr-after-update", list(range(3, 60))))

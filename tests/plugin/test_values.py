@@ -50,7 +50,7 @@ def test_ready_says_what_is_captured(case: Case, serving: Serving, reference: Re
     config = reference.config
     readies = serving.readies()
     assert [ready.rank for ready in readies] == list(range(case.num_writers))
-    (weights,) = {ready.weights for ready in readies}  # of all ranks, and known to each writer
+    (weights,) = {ready.weights for ready in readies}  # one id for all ranks, known to each writer
     assert weights is not None and len(weights) == 32
     for ready in readies:
         assert ready.boundaries == case.resolved

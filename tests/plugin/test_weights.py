@@ -1,4 +1,4 @@
-"""READY.json and dumps name the weights in memory, over starts, checkpoints and live updates."""
+"""READY.json and dumps carry the id of the weights, over restarts, checkpoints and live updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(480)]
 
 
 def changed_copy(model: Path, target: Path) -> Path:
-    """`model` with one bit of one weight flipped."""
+    """A copy of `model` with one bit of one weight flipped."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -62,7 +62,7 @@ def test_weights_are_named_by_their_content_and_updates_are_seen(
         answer = server.generate("xtr-label", [3, 4, 5])
         assert answer["meta_info"]["weight_version"] == "v2"
 
-        with pytest.raises(urllib.error.HTTPError):  # it may have changed some of the weights
+        with pytest.raises(urllib.error.HTTPError):  # it may have changed some weights first
             update_weights(server, tmp_path / "nothing-here")
         (failed,) = server.readies()
         assert failed.weights not in (loaded.weights, updated.weights)

@@ -64,7 +64,7 @@ def test_case_93_too_long_is_skipped_cut_or_stops_the_run() -> None:
         judge(row, on_too_long=OnTooLong.FAIL)
 
 
-def test_a_row_that_was_found_too_long_before_it_was_tokenised_is_judged_the_same() -> None:
+def test_a_row_rejected_as_too_long_before_tokenising_is_treated_the_same() -> None:
     row = replace(BAD, reason=RowReason.TOO_LONG, detail="more than 16 tokens")
     detail = "more than 16 tokens, the server takes 8"
     for policy in (OnTooLong.SKIP, OnTooLong.TRUNCATE):
@@ -78,9 +78,9 @@ def test_a_row_that_was_found_too_long_before_it_was_tokenised_is_judged_the_sam
     )
 
 
-def test_rows_are_rendered_within_what_is_admitted() -> None:
+def test_the_render_bound_matches_the_admission_limits() -> None:
     assert token_bound(DEFAULT_POLICY, None) == TokenBound()
-    # Without a length to cut to, the beginning of a prompt is not the prompt.
+    # Without a limit to cut to, a beginning must not be taken for the whole prompt.
     truncate = Policy(on_too_long=OnTooLong.TRUNCATE)
     assert token_bound(truncate, None) == TokenBound()
     assert token_bound(truncate, LIMITS) == TokenBound(max_tokens=8, keeps_beginning=True)

@@ -1,4 +1,4 @@
-"""The canary: the same numbers are recognised, others are not."""
+"""The canary: equal states are accepted, different ones are not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_equal_states_have_no_error(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(TOLERANCES))
-def test_rounding_of_the_dtype_is_the_same_and_ten_times_the_tolerance_is_not(dtype: str) -> None:
+def test_rounding_is_within_the_tolerance_and_ten_times_the_tolerance_is_not(dtype: str) -> None:
     noise = rng.standard_normal(LAST.shape).astype(np.float32)
     noise /= np.linalg.norm(noise, axis=1, keepdims=True)
     size = np.linalg.norm(LAST, axis=1, keepdims=True)
@@ -68,7 +68,7 @@ def test_rounding_of_the_dtype_is_the_same_and_ten_times_the_tolerance_is_not(dt
         assert comparison.error == pytest.approx(factor * TOLERANCES[dtype], rel=0.2)
 
 
-def test_the_state_that_differs_most_is_named() -> None:
+def test_the_comparison_names_the_state_with_the_largest_error() -> None:
     other = AUX.copy()
     other[:, HIDDEN : 2 * HIDDEN] *= 1.5
     comparison = compare(canary(), canary(other))
@@ -83,7 +83,7 @@ def test_a_neighbouring_layer_is_not_the_same() -> None:
         assert not compare(canary(dtype=dtype), canary(rolled, dtype=dtype)).is_same
 
 
-def test_single_tokens_may_be_routed_elsewhere() -> None:
+def test_large_errors_of_single_tokens_are_tolerated() -> None:
     other = LAST.copy()
     other[:4] = 7.0
     assert compare(canary(), canary(last=other)).is_same

@@ -1,4 +1,4 @@
-"""Every errno has a message and an exit status, and only the disk's own are called its failures."""
+"""Every errno has a message and an exit status, and only disk errors are called disk failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manifest.causes import CAUSES
 from manifest.database import explained
 from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
 
-#: With these alone a device or a file system is to blame.
+#: The only errnos that blame a device or a file system.
 FAILURES = {"EIO", "EUCLEAN", "EBADMSG", "EREMOTEIO"}
 FULL_OR_FAILING = FAILURES | {
     "ENOSPC", "EDQUOT", "ENOMEM", "ENODEV", "ENXIO", "ENOMEDIUM", "ESTALE", "ENOTCONN", "ESHUTDOWN",
@@ -27,7 +27,7 @@ FULL_OR_FAILING = FAILURES | {
 
 
 @pytest.mark.parametrize("number", sorted(errno.errorcode), ids=lambda n: errno.errorcode[n])
-def test_every_errno_is_named_and_only_the_disks_own_blame_the_disk(number: int) -> None:
+def test_every_errno_has_a_cause_and_only_disk_errors_blame_the_disk(number: int) -> None:
     name = errno.errorcode[number]
     told = storage_error(OSError(number, os.strerror(number)), where=Path("out"))
     assert str(told).startswith("out: ")
@@ -89,7 +89,7 @@ def test_sqlites_errors_name_their_cause(
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_locks_that_do_not_work_are_no_other_process(
+def test_broken_locks_are_not_reported_as_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = tmp_path / "manifest.sqlite"
@@ -101,12 +101,12 @@ def test_locks_that_do_not_work_are_no_other_process(
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with pytest.raises(ManifestError, match=r"no working locks .*SQLITE_BUSY"), explained(path):
         raise sqlite_error("SQLITE_BUSY")
-    # What the system says of the place is not taken for the cause of something else.
+    # An errno from probing the place does not replace an unrelated cause.
     with pytest.raises(ManifestError, match=r"disk or its file system fails"), explained(path):
         raise sqlite_error("SQLITE_IOERR_READ")
 
 
-def test_a_manifest_that_another_process_locks_is_said_to_be(tmp_path: Path) -> None:
+def test_a_manifest_that_another_process_locks_is_reported_as_locked(tmp_path: Path) -> None:
     path = tmp_path / "manifest.sqlite"
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
@@ -138,10 +138,10 @@ def test_too_many_open_files_is_the_cause_of_a_manifest_that_cannot_be_opened(
     [
         (errno.EFBIG, r"larger than .*EFBIG"),
         (errno.EDQUOT, r"quota is used up .*EDQUOT"),
-        (errno.EACCES, r"disk or its file system fails .*EIO"),  # of something else
+        (errno.EACCES, r"disk or its file system fails .*EIO"),  # not the cause of this error
     ],
 )
-def test_why_a_manifest_cannot_be_written_is_found_out(
+def test_the_cause_of_an_unwritable_manifest_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, words: str
 ) -> None:
     path = tmp_path / "manifest.sqlite"
@@ -187,7 +187,7 @@ def test_a_file_system_without_locks_is_named(
         pass
 
 
-def test_a_lock_that_is_held_is_still_another_process(tmp_path: Path) -> None:
+def test_a_held_lock_is_reported_as_another_process(tmp_path: Path) -> None:
     with exclusive(tmp_path), open(tmp_path / lock.LOCK_NAME) as file:
         with pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,7 +206,9 @@ def test_a_lock_that_is_held_is_still_another_process(tmp_path: Path) -> None:
         ("n" * 300, "the name is too long"),
     ],
 )
-def test_an_out_that_cannot_be_says_why(tmp_path: Path, name: str, words: str) -> None:
+def test_an_impossible_out_is_reported_with_its_cause(
+    tmp_path: Path, name: str, words: str
+) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
@@ -217,7 +219,7 @@ def test_an_out_that_cannot_be_says_why(tmp_path: Path, name: str, words: str) -
 def test_a_server_is_not_dead_because_we_have_too_many_open_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its dumps would be removed."""
+    """A server that is taken for dead loses its dumps."""
 
     def refuse(_: Path) -> str:
         raise OSError(errno.EMFILE, "Too many open files")

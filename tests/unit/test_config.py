@@ -43,12 +43,12 @@ def test_every_field_of_the_identity_has_a_case_here() -> None:
     assert names == set(OTHER) | {"model"}
 
 
-#: Compared for each start of a server: tests/unit/test_served.py.
+#: Compared for each server start: see tests/unit/test_served.py.
 OF_THE_SERVER = {"architecture", "config_digest", "quantization"}
 
 
 @pytest.mark.parametrize("field", sorted(OF_THE_SERVER))
-def test_a_field_of_the_server_is_left_to_its_provenance(field: str) -> None:
+def test_server_fields_are_left_to_provenance(field: str) -> None:
     changed = dataclasses.replace(make_identity(), **{field: OTHER[field]})
     changed.require_same(make_identity(), out=Path("out"))
 

@@ -115,6 +115,6 @@ def test_the_address_of_a_server_is_a_url_that_reaches_it(host: str, url: str) -
 
 
 @pytest.mark.parametrize("host", ["", "[::1]", "256.1.1.1", "-x-", "a b", "http://gpu-1"])
-def test_a_host_that_cannot_be_is_refused(host: str) -> None:
+def test_an_invalid_host_is_refused(host: str) -> None:
     with pytest.raises(UsageError, match="--host"):
         options(host=host)

@@ -75,7 +75,7 @@ def test_every_error_of_a_leaf_package_is_mapped(error: type[Exception]) -> None
 
 
 def test_leaf_packages_define_errors_where_this_test_looks() -> None:
-    # A defect; translated by `ServeOptions`; translated by its only caller.
+    # In order: a bug; translated by `ServeOptions`; translated by its only caller.
     known = {"IllegalTransition", "SettingsError", "ArrayFault"}
     found = set()
     for package in ("manifest", "prompts"):

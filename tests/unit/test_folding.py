@@ -115,7 +115,7 @@ def test_a_change_alters_what_it_is_about(
     ids=["sent", "forgotten", "failed"],
 )
 def test_a_row_that_gives_another_prompt_than_before_is_refused(before: Entry) -> None:
-    before = replace(before, state=State.PLANNED)  # as a session that goes on finds it
+    before = replace(before, state=State.PLANNED)  # the state that a resumed session finds
     fold(PLANNED, file=File(before))
     with pytest.raises(PromptChanged, match=r"^row 7 \(line 3 of .*: 5 tokens then, 6 now\. What"):
         fold(replace(PLANNED, key="other", num_tokens=6), file=File(before))

@@ -1,4 +1,4 @@
-"""What a chat template gets besides its row: the same in every process, at any time, anywhere."""
+"""A chat template gets the same inputs besides its row in every process, time zone and session."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def zone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         ("[%Z%z]", "[]"),  # as of a local time, which transformers gives
     ],
 )
-def test_a_frozen_clock_says_the_same_in_every_time_zone(
+def test_a_frozen_clock_gives_the_same_time_in_every_time_zone(
     zone: str, format: str, expected: str
 ) -> None:
     assert clock_at(parse_moment(NEW_YEAR))(format) == expected
@@ -85,7 +85,7 @@ def test_a_template_gets_the_frozen_time_wherever_it_is_rendered() -> None:
     assert text[slice(*span)] == "fine"
 
 
-def test_a_clock_that_was_not_set_stands_still_from_the_loading_on(
+def test_without_a_set_time_the_clock_is_frozen_at_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     renderer = Renderer(tokenizer_for(CLOCK + QWEN3))
@@ -116,7 +116,7 @@ def test_a_template_that_draws_at_random_gives_no_prompt(template: str) -> None:
         RowReason.RENDER_FAILED,
         f"chat template: {RANDOM_FAULT}",
     )
-    with pytest.raises(TokenizerError, match="draws at random"):
+    with pytest.raises(TokenizerError, match="draws random values"):
         check_template(template + QWEN3)
 
 
@@ -125,7 +125,7 @@ def test_a_template_that_draws_at_random_gives_no_prompt(template: str) -> None:
     [QWEN3, "a | random lipsum", "{{ random }}", "{{ m.lipsum }}", "{{ m['random'] }}",
      "{# [1] | random #}", "{{ 'x' | trim }}", "{% generation %}{% endgeneration %}"],
 )  # fmt: skip
-def test_a_template_that_only_has_such_words_is_fine(template: str) -> None:
+def test_a_template_that_only_mentions_random_words_is_accepted(template: str) -> None:
     assert not draws_at_random(template)
 
 
@@ -142,7 +142,7 @@ print(json.dumps([prompt.key, renderer.tokenizer_digest, renderer.template_diges
 
 
 def test_the_environment_of_a_process_changes_no_prompt(tmp_path: Path) -> None:
-    """Time zone, locale and the seed of hashes."""
+    """The environment: time zone, locale and hash seed."""
     template = (
         "{{ strftime_now('%A %B %x %X %c %s') }}{{ tools | tojson }}{{ messages[0].keys() | list }}"
     )

@@ -1,5 +1,4 @@
-"""No row takes memory or time beyond what a prompt can be: counted in characters tokenised, in
-renderings, and in bytes."""
+"""The cost of a row is bounded: in tokenised characters, in renderings, and in bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def refusal(renderer: Renderer, row: dict[str, Any]) -> tuple[RowReason, str]:
 
 
 def watched(renderer: Renderer) -> dict[str, int]:
-    """Counts the characters that its tokenizer is given, and the renderings."""
+    """Count the characters that the renderer tokenises, and its renderings."""
     tokenizer: Any = renderer.tokenizer
     counts = {"characters": 0, "renderings": 0}
     encode, render = tokenizer._encode_fast, tokenizer._hf.apply_chat_template
@@ -132,13 +131,13 @@ def test_a_row_that_is_far_too_long_is_not_tokenised_to_its_end(row: dict[str, A
 
 
 @pytest.mark.parametrize("num_tokens", [1990, 2010, 4100])
-def test_whether_a_row_fits_is_left_to_its_tokens(num_tokens: int) -> None:
+def test_only_the_token_count_decides_whether_a_row_fits(num_tokens: int) -> None:
     renderer = Renderer(tokenizer_for(QWEN3), bound=TokenBound(max_tokens=1000))
     whole = Renderer(tokenizer_for(QWEN3)).prompt_from(raw({"text": "1 2 3 4 " * 2000}))
     assert isinstance(whole, Prompt)
     per_word = whole.num_tokens / 8000
     item = renderer.prompt_from(raw({"text": "1 " * int(num_tokens / per_word)}))
-    assert isinstance(item, Prompt)  # too short a text to be in doubt: tokenised at once
+    assert isinstance(item, Prompt)  # the text is so short that it is tokenised without a check
     assert abs(item.num_tokens - num_tokens) < 20
 
 
@@ -161,7 +160,7 @@ def test_a_text_of_few_and_long_tokens_is_not_tokenised_beyond_a_bound(
 
 
 def without_words() -> PreTrainedTokenizerFast:
-    """As Llama 2's: a text is one word to it, and spaces are written as a letter."""
+    """A tokenizer like that of Llama 2: a text is one word, and spaces become a letter."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -197,7 +196,7 @@ TEXTS = {
     [lambda: tokenizer_for(QWEN3), lambda: tokenizer_for(LLAMA3), without_words],
     ids=["qwen3", "llama3", "without-words"],
 )
-def test_the_beginning_that_is_kept_is_that_of_the_whole(
+def test_a_tokenised_beginning_equals_that_of_the_whole_text(
     made: Callable[[], PreTrainedTokenizerFast], text: str
 ) -> None:
     rows = [
@@ -277,7 +276,7 @@ def test_a_row_that_expands_to_too_much_counts_once_and_fails(
 # --- what is kept of a row --------------------------------------------------------------------
 
 
-def test_a_label_is_cut_where_it_is_no_label() -> None:
+def test_an_overlong_label_is_cut() -> None:
     assert label_of({"id": "x" * 1000}) == f'"{"x" * 1000}"'
     assert label_of({"id": "x" * 1001}) == f'"{"x" * 1000}…"'
 
@@ -289,7 +288,7 @@ def test_a_label_is_cut_where_it_is_no_label() -> None:
 def test_a_large_value_of_a_column_format_fails_its_rows_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Stored once, it may be the value of every row."""
+    """A value that is stored once may be the value of every row."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("prompts.bounds.MAX_ROW_BYTES", 1 << 20)

@@ -113,12 +113,12 @@ def test_files_of_all_kinds_are_numbered_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'[{"a": 1}, {"a": ', "beyond its element 1: it is cut off: copy the file again"),
-        (b'[{"a": 1}] {"a": 2}', "beyond its element 1: something stands behind its end"),
-        (b'[{"a": 1}, {"a": "]}', "beyond its element 1: it is cut off: copy the file again"),
-        (b'[{"a": 1}, ]', "beyond its element 1: an element is missing there"),
-        (b'[, {"a": 1}]', "beyond its element 0: an element is missing there"),
-        (b'[{"a": 1}}', "beyond its element 1: a bracket is closed there that is not open"),
+        (b'[{"a": 1}, {"a": ', "beyond its element 1: it is truncated: copy the file again"),
+        (b'[{"a": 1}] {"a": 2}', "beyond its element 1: there is other data after it"),
+        (b'[{"a": 1}, {"a": "]}', "beyond its element 1: it is truncated: copy the file again"),
+        (b'[{"a": 1}, ]', "beyond its element 1: an element is missing"),
+        (b'[, {"a": 1}]', "beyond its element 0: an element is missing"),
+        (b'[{"a": 1}}', "beyond its element 1: there is an unmatched closing bracket"),
         (gzip.compress(gzip.compress(b"{}")), "compressed twice"),
         ('{"text": "a"}'.encode("utf-16-le"), "UTF-16 without its mark"),
         (b'[{"a": 1}]\n[{"a": 2}]', "rows of lists are not supported"),
@@ -196,7 +196,7 @@ def test_memory_does_not_grow_with_the_file(
     assert peak_bytes(12_000) < peak_bytes(3_000) + (2 << 20)  # the files: 6 MB and 1.5 MB
 
 
-def test_an_element_that_is_not_json_costs_its_row_and_not_the_file(tmp_path: Path) -> None:
+def test_an_invalid_element_fails_its_row_and_not_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(
         b'[{"id": 1.5}, {"a": nil}, {"a": NaN}, {"a": -Infinity}, {"a": "\xff"}, {"a": 1],'
@@ -279,7 +279,7 @@ def test_a_row_of_too_many_bytes_fails_alone_and_is_not_held_in_memory(
 
 @pytest.mark.usefixtures("a_low_bound")
 @pytest.mark.parametrize("extra", [0, 1])
-def test_the_bound_of_a_row_is_met_to_the_byte(tmp_path: Path, extra: int) -> None:
+def test_the_size_limit_of_a_row_is_exact(tmp_path: Path, extra: int) -> None:
     row = b'{"text": "%s"}' % (b"x" * (BOUND - 12 + extra))
     for data in (row, row + b"\n", row + b"\n{}\n", b"[" + row + b"]"):
         (tmp_path / "a").write_bytes(data)
@@ -288,7 +288,7 @@ def test_the_bound_of_a_row_is_met_to_the_byte(tmp_path: Path, extra: int) -> No
 
 
 @pytest.mark.parametrize("chunk_bytes", [2, 3, 5, 7, 64])
-def test_an_element_is_cut_out_wherever_chunks_end(chunk_bytes: int) -> None:
+def test_elements_are_split_correctly_at_every_chunk_boundary(chunk_bytes: int) -> None:
     elements = [
         b'{"a": "\\\\", "b": [1, {"c": "]}"}]}',
         b'{"\\"": "\\\\\\"", "d": ",[{"}',
@@ -300,21 +300,21 @@ def test_an_element_is_cut_out_wherever_chunks_end(chunk_bytes: int) -> None:
     assert list(array_elements(io.BytesIO(data), chunk_bytes)) == elements
 
 
-def test_deep_nesting_costs_neither_memory_nor_the_file(tmp_path: Path) -> None:
+def test_deep_nesting_neither_exhausts_memory_nor_fails_the_file(tmp_path: Path) -> None:
     deep = b'{"a": %s1%s}' % (b"[" * 40_000, b"]" * 40_000)
     path = tmp_path / "a"
     path.write_bytes(b"[%s, {}]" % deep)
     tracemalloc.start()
     try:
         rows = list(read_rows(scan_inputs([path])))
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20  # 4 GB with a path for each level
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20  # 4 GB if each level stores its path
     finally:
         tracemalloc.stop()
     assert [row.data for row in rows] == [deep, b"{}"]
 
 
 @pytest.mark.parametrize("blank", [b"\n", b"\r\n", b" \t\n"])
-def test_blank_lines_are_passed_over_in_blocks(
+def test_blank_lines_are_skipped_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blank: bytes
 ) -> None:
     num_blank = 1_000_000
@@ -334,7 +334,7 @@ def test_blank_lines_are_passed_over_in_blocks(
         (num_blank + 1, b" {}\n"),
         (num_blank + 72, b"  {}"),
     ]
-    assert num_lines < 1000  # looked at one by one, in two passes
+    assert num_lines < 1000  # lines read one by one, in two passes
 
 
 def test_the_digest_is_that_of_the_bytes_on_the_disk(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_standard_input_is_kept_so_that_a_later_run_goes_on_with_it(tmp_path: Pa
 
 
 def large_rows(mark: str) -> list[dict[str, Any]]:
-    """3 MiB of JSON that does not compress, of the same size for any mark of one letter."""
+    """3 MiB of incompressible JSON, of the same size for each one-letter `mark`."""
     chance = random.Random(0)
     return [{"text": mark + chance.randbytes(4096).hex()} for _ in range(384)]
 
@@ -467,7 +467,7 @@ def as_large_groups(rows: list[dict[str, Any]]) -> bytes:
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """In place, as `cp` does, with the old times."""
+    """Overwrite a file in place, as `cp` does, and restore its times."""
     before = path.stat()
     with path.open("r+b") as file:
         file.write(data)
@@ -482,7 +482,7 @@ def overwrite(path: Path, data: bytes) -> None:
 @pytest.mark.parametrize(
     "form", [as_jsonl, as_array, as_large_groups, as_arrow_stream, as_arrow_file]
 )
-def test_no_row_is_made_of_bytes_that_were_not_scanned(
+def test_rows_are_made_from_scanned_bytes_only(
     tmp_path: Path,
     form: Callable[[list[dict[str, Any]]], bytes],
     pack: Callable[[bytes], bytes],
@@ -505,7 +505,7 @@ def test_no_row_is_made_of_bytes_that_were_not_scanned(
         case "appended":
             overwrite(path, pack(form(old)) + pack(form(new)))
     if form in (as_large_groups, as_arrow_stream, as_arrow_file) and pack is not plain:
-        # Its bytes were proven while they were unpacked to a file of our own.
+        # Its bytes were checked when they were unpacked to a temporary file.
         given += [orjson.loads(row.data) for row in rows]
         assert given == old
     else:

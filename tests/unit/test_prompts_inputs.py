@@ -139,7 +139,7 @@ def test_a_file_that_changed_after_the_scan_gives_no_row(tmp_path: Path, later: 
         next(read_rows(files))
 
 
-def test_a_file_that_ends_with_a_block_has_no_block_behind_it(
+def test_a_file_that_ends_at_a_block_boundary_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 4)
@@ -155,7 +155,7 @@ def test_a_file_that_ends_with_a_block_has_no_block_behind_it(
         next(rows)
 
 
-def test_a_file_that_grows_while_it_is_scanned_is_found_out_when_it_is_read(
+def test_a_file_that_grows_during_the_scan_is_detected_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", b"{1}\n")

@@ -293,9 +293,9 @@ def test_thinking_can_be_left_untrained(name: str, expected: list[str]) -> None:
         assert trained(name, PLAIN, ReadingOptions(train_thinking=False)) == plain
 
 
-# --- a </think> that ends no reasoning ---------------------------------------------------------
+# --- a </think> that does not end reasoning ----------------------------------------------------
 
-#: An answer that only speaks of the tag.
+#: Answers that only mention the tag.
 MENTIONS = [
     "Close it with `</think>` then.",
     "Write:\n```\nthought\n</think>\n\nanswer\n```\nso",
@@ -375,7 +375,7 @@ def test_a_template_that_cuts_at_the_first_tag_keeps_those_behind_it() -> None:
     assert prompt.alterations == (Alteration.THINKING_HIDDEN,)
 
 
-def test_reasoning_whose_beginning_the_generation_prompt_wrote() -> None:
+def test_reasoning_whose_opening_tag_is_in_the_generation_prompt() -> None:
     turns = [user("hello"), answer("add\n</think>\n\n4")]
     assert trained("qwen3-field", turns) == [f"{BLOCK}4<|im_end|>"]
     assert trained("qwen3-field", turns, ReadingOptions(train_thinking=False)) == ["4<|im_end|>"]
@@ -387,7 +387,7 @@ def test_reasoning_whose_beginning_the_generation_prompt_wrote() -> None:
     assert runs("deepseek-r1", kept) == ["add\n</think>\n\n4<｜end▁of▁sentence｜>"]
 
 
-def test_a_tag_that_may_end_reasoning_or_not_is_not_guessed_at() -> None:
+def test_an_ambiguous_closing_tag_fails_instead_of_being_guessed() -> None:
     turns = [user("hello"), answer("add.</think>4")]
     bad = read("qwen3-field", turns)
     assert isinstance(bad, BadRow)
@@ -407,7 +407,7 @@ def test_a_short_answer_is_found_behind_its_reasoning(reasoning: str, reply: str
 
 
 @pytest.mark.parametrize("reply", ["4", "d"])
-def test_a_short_thought_that_the_answer_repeats_is_seen_to_be_hidden(reply: str) -> None:
+def test_a_hidden_short_thought_is_detected_even_if_the_answer_repeats_it(reply: str) -> None:
     turns = [user("hello"), thoughtful(reply, reply), user("so?"), answer("fine")]
     assert prompt_of("qwen3", turns).alterations == (Alteration.THINKING_HIDDEN,)
     bad = read("deepseek-r1", turns, ReadingOptions(thinking=Thinking.KEEP))
@@ -415,7 +415,7 @@ def test_a_short_thought_that_the_answer_repeats_is_seen_to_be_hidden(reply: str
     assert bad.reason == RowReason.THINKING_LOST
 
 
-# --- what reaches the template ------------------------------------------------------------------
+# --- inputs of the template ---------------------------------------------------------------------
 
 
 def test_template_kwargs_reach_the_template() -> None:
@@ -503,7 +503,7 @@ def test_a_template_that_knows_no_tools_fails_the_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma", "deepseek-r1", "generation"])
-def test_definitions_that_a_template_does_not_know_can_be_dropped_and_calls_cannot(
+def test_unsupported_tool_definitions_can_be_dropped_but_tool_calls_cannot(
     name: str,
 ) -> None:
     dropping = ReadingOptions(tools=Tools.DROP)
@@ -517,7 +517,7 @@ def test_definitions_that_a_template_does_not_know_can_be_dropped_and_calls_cann
 
 
 @pytest.mark.parametrize("name", [n for n in TOOLS_EXPECTED if n != "deepseek-v3"])
-def test_definitions_that_a_template_knows_are_not_dropped(name: str) -> None:
+def test_supported_tool_definitions_are_not_dropped(name: str) -> None:
     dropping = ReadingOptions(tools=Tools.DROP)
     prompt, kept = (
         prompt_of(name, PLAIN, dropping, tools=[TOOL]),

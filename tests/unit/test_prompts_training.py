@@ -1,4 +1,4 @@
-"""What a row says about training is read, or fails the row, out of every container."""
+"""Training fields of a row are read or fail the row, in every container."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ ID_ROWS: list[tuple[str, Row, Any]] = [
     ("a half", {"mask": [0, 0.5, 1, 1]}, ("bad_loss_mask", "mask is not a flat list of 0 and 1")),
     ("text", {"completion_mask": "0011"}, ("bad_loss_mask", "completion_mask is not a flat")),
     ("long", {"assistant_masks": [1] * 5}, ("bad_loss_mask", "has 5 entries, input_ids has 4")),
-    ("a hole", {"attention_mask": [1, 0, 1, 1]}, ("unsupported_field", "in the midst")),
+    ("a hole", {"attention_mask": [1, 0, 1, 1]}, ("unsupported_field", "between tokens")),
     ("all padding", {"attention_mask": [0] * 4}, ("empty_prompt", "0 throughout")),
     ("documents", {"attention_mask": [1, 1, 2, 2]}, ("bad_input_ids", "attention_mask is not a")),
     ("packed", {"position_ids": [0, 1, 0, 1]}, ("unsupported_field", "several documents")),
@@ -166,7 +166,7 @@ ID_ROWS: list[tuple[str, Row, Any]] = [
 ]
 
 
-def test_every_container_gives_what_a_line_does(tmp_path: Path) -> None:
+def test_every_container_gives_the_same_result_as_a_line(tmp_path: Path) -> None:
     chats = [row for _, row, _ in TURN_ROWS]
     for name, rows in (
         ("ids", [{"input_ids": IDS, **columns} for _, columns, _ in ID_ROWS]),
@@ -187,7 +187,7 @@ def test_every_container_gives_what_a_line_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "expected"), [row[1:] for row in ID_ROWS], ids=[r[0] for r in ID_ROWS]
 )
-def test_what_stands_beside_ids_is_read_or_fails_the_row(columns: Row, expected: Any) -> None:
+def test_columns_beside_ids_are_read_or_fail_the_row(columns: Row, expected: Any) -> None:
     item = read({"input_ids": IDS, **columns})
     if isinstance(expected[0], str):
         refused(item, *expected)
@@ -314,7 +314,7 @@ TURN_ROWS: list[tuple[str, Any, Any]] = [
 @pytest.mark.parametrize(
     ("row", "expected"), [row[1:] for row in TURN_ROWS], ids=[r[0] for r in TURN_ROWS]
 )
-def test_what_turns_say_is_read_or_fails_the_row(row: Any, expected: Any) -> None:
+def test_training_fields_of_turns_are_read_or_fail_the_row(row: Any, expected: Any) -> None:
     item = read({"messages": row} if isinstance(row, list) else row)
     if isinstance(expected, str):
         assert trained(item) == expected
@@ -358,7 +358,7 @@ def test_the_last_answer_is_the_last_one_whether_it_is_trained_or_not() -> None:
     refused(read({"messages": chat({}, {"weight": 0})}, last), "no_supervision", "every answer")
 
 
-def test_excluded_answers_are_no_parts_of_an_expanded_row() -> None:
+def test_excluded_answers_do_not_become_parts_of_an_expanded_row() -> None:
     expand = ReadingOptions(thinking=Thinking.EXPAND)
     row = {"messages": [*chat({"weight": 0}), user(), answer("three")]}
     assert count_parts(orjson.dumps(row), expand) == 2
@@ -392,10 +392,10 @@ def test_two_fields_of_ids_are_a_prompt_and_its_answer() -> None:
 
 
 @pytest.mark.parametrize("name", ["maskFoo", "loss-mask", "a.weight", "untrained", "supervised"])
-def test_names_that_speak_of_training(name: str) -> None:
+def test_names_about_training(name: str) -> None:
     assert speaks_of_training(name)
 
 
 @pytest.mark.parametrize("name", ["constraint", "trainer_name", "glossary", "weightless"])
-def test_names_that_only_look_so(name: str) -> None:
+def test_names_that_only_look_like_training(name: str) -> None:
     assert not speaks_of_training(name)

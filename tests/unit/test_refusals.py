@@ -1,4 +1,4 @@
-"""What the ways in which SGLang does not serve a request mean for the prompt and the server."""
+"""Each refusal of SGLang is classified: the prompt's fault, the server's, or neither's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from extractor.refusals import abort_failure, http_failure
 from manifest.states import Reason
 
-#: The words of SGLang 0.5.11 to 0.5.23.
+#: The message of SGLang 0.5.11 to 0.5.23.
 DUPLICATE = "Duplicate request ID detected: xtr-ab12-c0ffee-42-1"
 HUNG_UP = "Request is disconnected from the client side (type 1). Abort request obj.rid='xtr-1'"
 QUEUE_FULL = "The request queue is full."
@@ -39,7 +39,7 @@ TOO_LONG = "The input (600 tokens) is longer than the model's context length (51
         (501, "", "server"),
         (302, "", "server"),
         (204, "", "server"),
-        (401, "Unauthorized", "server"),  # every prompt gets it
+        (401, "Unauthorized", "server"),  # not about a particular prompt
         (403, "", "server"),
         (404, "Not Found", "server"),
         (405, "", "server"),
@@ -48,7 +48,7 @@ TOO_LONG = "The input (600 tokens) is longer than the model's context length (51
         (408, "", "server"),
     ],
 )
-def test_a_refusal_is_the_prompts_fault_or_the_servers_or_nobodys(
+def test_each_refusal_blames_the_prompt_the_server_or_neither(
     status: int, message: str, kind: str
 ) -> None:
     failure = http_failure(status, message)
@@ -63,7 +63,7 @@ def test_a_refusal_is_the_prompts_fault_or_the_servers_or_nobodys(
 
 
 @pytest.mark.parametrize("status", [408, 502, 504])
-def test_behind_a_gateway_that_gave_up_the_server_may_be_at_work(status: int) -> None:
+def test_after_a_gateway_gave_up_the_server_may_still_process_the_request(status: int) -> None:
     assert http_failure(status, "").is_unanswered
 
 
@@ -79,7 +79,7 @@ def test_behind_a_gateway_that_gave_up_the_server_may_be_at_work(status: int) ->
         (400, "Grammar", False, True),
     ],
 )
-def test_an_abort_means_what_its_status_says_and_without_one_that_somebody_ended_it(
+def test_an_abort_is_classified_by_status_and_means_busy_without_one(
     status: int | None, message: str, is_busy: bool, is_permanent: bool
 ) -> None:
     failure = abort_failure(status, message)

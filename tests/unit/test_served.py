@@ -1,4 +1,4 @@
-"""Which facts of a server change numbers, and which may change."""
+"""The facts of a server that are bound, and those that may change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_bound_field_that_changes_is_named_with_both_values(name: str) -> None
 
 
 @pytest.mark.parametrize("name", sorted(BOUND_SETTINGS | RESOLVED_SETTINGS))
-def test_a_bound_setting_that_changes_comes_or_goes_is_named(name: str) -> None:
+def test_a_bound_setting_that_changes_appears_or_disappears_is_named(name: str) -> None:
     without = {key: value for key, value in SETTINGS.items() if key != name}
     assert names(facts(), facts(settings=SETTINGS | {name: "after"})) == [name]
     assert names(facts(), facts(settings=without)) == [name]
@@ -58,16 +58,14 @@ def test_a_bound_setting_that_changes_comes_or_goes_is_named(name: str) -> None:
         ("settings", SETTINGS | {"attention_backend": "fa3"}),
     ],
 )  # fmt: skip
-def test_what_changes_rounding_at_most_is_recorded_and_no_difference(
-    name: str, value: object
-) -> None:
+def test_facts_that_change_only_rounding_are_not_differences(name: str, value: object) -> None:
     now = facts(**{name: value})
     assert names(facts(), now) == []
     assert now[name] == value
 
 
 @pytest.mark.parametrize("name", sorted(RESOLVED_SETTINGS))
-def test_what_libraries_fill_in_is_compared_between_equal_versions_only(name: str) -> None:
+def test_defaults_of_libraries_are_compared_between_equal_versions_only(name: str) -> None:
     changed = SETTINGS | {name: "after"}
     assert names(facts(), facts(settings=changed)) == [name]
     assert names(facts(), facts(settings=changed | {"transformers": "6"})) == []
@@ -79,12 +77,12 @@ def test_every_bound_setting_is_one_that_the_plugin_announces() -> None:
     assert announced >= BOUND_SETTINGS - {"context_length"}
 
 
-def test_other_weights_are_a_difference_where_the_fingerprints_compare() -> None:
+def test_other_weights_are_a_difference_if_the_fingerprints_are_comparable() -> None:
     assert names(facts(), facts(weights="bb")) == ["weights"]
     assert names(facts(), facts(weights="aa+1f")) == ["weights"]
-    # Of other slices: the canary has to tell.
+    # Fingerprints of other slices are not comparable: the canary decides.
     assert names(facts(), facts(weights="bb", weights_layout="m")) == []
-    # Nothing to compare with, and nothing to show.
+    # Without an earlier fingerprint, a difference cannot be detected.
     assert names(facts(weights=None), facts()) == []
     assert names(facts(), facts(weights=None)) == ["weights"]
 
@@ -95,13 +93,13 @@ def test_an_update_in_place_shows_in_the_id() -> None:
     assert not was_updated(make_ready(weights=None))
 
 
-def test_an_older_plugin_announces_no_settings_and_that_alone_is_no_difference() -> None:
+def test_missing_settings_of_an_older_plugin_are_not_a_difference() -> None:
     assert facts(settings={})["settings"] is None
     assert names(facts(settings={}), facts()) == []
     assert names(facts(weights=None), facts(weights=None, settings={})) == []
 
 
-def test_a_data_set_without_recorded_starts_is_compared_by_what_it_was_begun_with() -> None:
+def test_a_data_set_without_recorded_starts_is_compared_by_its_identity() -> None:
     begun = facts_of_identity(make_identity(config_digest="fake", quantization=None))
     assert names(begun, facts()) == []
     assert names(begun, facts(config_digest="x", quantization="fp8", kv_cache_dtype="fp8")) == [

@@ -1,4 +1,4 @@
-"""The fingerprint of the weights: equal bytes, equal value; any other difference changes it."""
+"""The fingerprint of the weights: equal for equal bytes, different for any change."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture
 def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors take several chunks, and a chunk several steps."""
+    """Shrink the sizes so that small tensors need several chunks, and a chunk several steps."""
     monkeypatch.setattr(module, "LANES", 8)
     monkeypatch.setattr(module, "_CHUNK_BYTES", 32)
     monkeypatch.setattr(module, "_CPU_STEP", 3)
 
 
 def test_the_value_is_the_same_in_every_process_and_on_every_device() -> None:
-    """Data sets keep it: a change of what is computed must come with a new VERSION."""
+    """Data sets store it: a change of the algorithm requires a new VERSION."""
     found = of(a=torch.arange(1000, dtype=torch.int16), b=torch.arange(7, dtype=torch.uint8))
     assert found == Fingerprint(
         layout="4829d54ed6e4bdce8cdc44595740b78628a5a2d81f4a8c1ccf00e3bb0cf75cad",
@@ -66,7 +66,7 @@ def test_the_value_is_the_same_in_every_process_and_on_every_device() -> None:
 @pytest.mark.usefixtures("few_lanes")
 @pytest.mark.parametrize("size", [1, 3, 4, 8, 31, 32, 33, 97])
 def test_every_bit_counts(size: int) -> None:
-    """Also of the last bytes, which fill no word."""
+    """Includes the last bytes if they do not fill a word."""
     data = random_bytes(size)
     seen = {of(w=data).content}
     for index in range(size):
@@ -79,7 +79,7 @@ def test_every_bit_counts(size: int) -> None:
 
 @pytest.mark.usefixtures("few_lanes")
 def test_order_counts() -> None:
-    """Rows, words, bytes, chunks and whole tensors that change places."""
+    """Swapped rows, words, bytes, chunks and whole tensors change the value."""
     data = random_bytes(160)
     other = random_bytes(160, seed=1)
     rows = data.view(10, 16)
@@ -97,7 +97,7 @@ def test_order_counts() -> None:
 
 @pytest.mark.usefixtures("few_lanes")
 def test_two_flipped_signs_in_one_lane_do_not_cancel_out() -> None:
-    """The top bit of a sum is the only one that two equal changes could clear."""
+    """Two equal changes could cancel out only in the top bit of a sum."""
     data = torch.ones(32, dtype=torch.float32)
     seen = {of(w=data).content}
     for first in range(32):
@@ -144,11 +144,13 @@ def test_any_dtype(dtype: torch.dtype) -> None:
         lambda base: base[:, :1],
         lambda base: base.view(4, 10, 20).permute(2, 0, 1),
         lambda base: base[0].expand(3, 20),
-        lambda base: base.view(-1)[1:],  # does not lie on words
+        lambda base: base.view(-1)[1:],  # not aligned to words
         lambda base: base.view(-1)[::7],
     ],
 )
-def test_views_are_read_as_what_they_show(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_view_has_the_fingerprint_of_its_own_elements(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     base = random_bytes(800).view(40, 20)
     shown = set(view(torch.arange(800).view(40, 20)).flatten().tolist())
     value = of(w=view(base))
@@ -192,13 +194,13 @@ def test_a_quantized_tensor_is_read_as_its_parts() -> None:
     assert [name for name, _ in parts] == ["w.values", "w.scale"]
 
 
-def test_nothing_at_all_has_a_fingerprint() -> None:
+def test_a_model_without_tensors_has_a_fingerprint() -> None:
     assert fingerprint(torch.nn.Module()).content
     assert of(w=torch.empty(3, device="meta")).content
 
 
 class Allocations(TorchDispatchMode):
-    """Sizes of what operators allocate."""
+    """Records the sizes of tensors that operators allocate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +234,7 @@ class Allocations(TorchDispatchMode):
 def test_memory_is_bounded(
     view: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No copy of a tensor is made, however large it is and however it lies in memory."""
+    """A tensor is never copied as a whole, whatever its size and memory layout."""
     lanes = 1 << 12
     monkeypatch.setattr(module, "LANES", lanes)
     monkeypatch.setattr(module, "_CHUNK_BYTES", 4 * lanes)

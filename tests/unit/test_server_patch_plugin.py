@@ -182,7 +182,9 @@ def test_weights_that_cannot_be_read_leave_ready_without_their_id(
     assert read_ready(armed_environment).weights is None
 
 
-def test_an_update_and_a_label_are_told_in_ready(armed_environment: Path, tmp_path: Path) -> None:
+def test_ready_is_rewritten_after_an_update_and_a_new_label(
+    armed_environment: Path, tmp_path: Path
+) -> None:
     plugin._after_load_model(None, make_runner(tmp_path, weight_version="default"))
     loaded = read_ready(armed_environment)
     plugin._before_weight_update()
@@ -194,7 +196,7 @@ def test_an_update_and_a_label_are_told_in_ready(armed_environment: Path, tmp_pa
     assert read_ready(armed_environment) == dataclasses.replace(updated, weight_version="v2")
 
 
-def test_an_update_does_not_bring_back_a_ready_that_was_taken_back(
+def test_an_update_does_not_restore_a_removed_ready(
     armed_environment: Path, tmp_path: Path
 ) -> None:
     plugin._after_load_model(None, make_runner(tmp_path))
@@ -203,7 +205,7 @@ def test_an_update_does_not_bring_back_a_ready_that_was_taken_back(
     assert not (armed_environment / "boot" / "0" / READY_NAME).exists()
 
 
-def test_weights_that_come_after_the_model_are_told_then(
+def test_ready_is_rewritten_when_late_weights_are_loaded(
     armed_environment: Path, tmp_path: Path
 ) -> None:
     runner = make_runner(tmp_path)
@@ -215,7 +217,7 @@ def test_weights_that_come_after_the_model_are_told_then(
     assert read_ready(armed_environment).weights is not None
 
 
-def test_settings_that_change_numbers_are_told_as_the_engine_resolved_them(
+def test_ready_has_the_numeric_settings_as_the_engine_resolved_them(
     armed_environment: Path, tmp_path: Path
 ) -> None:
     adapter = SimpleNamespace(lora_id="random", lora_name="a", lora_path="/adapters/a")
@@ -262,7 +264,7 @@ def test_settings_that_change_numbers_are_told_as_the_engine_resolved_them(
 
 
 class Registry:
-    """Stands in for the engine's; `call` does what its wrapper does."""
+    """A fake of the engine's hook registry; `call` acts like its wrapper."""
 
     def __init__(self) -> None:
         self.hooks: list[tuple[str, str, Any]] = []
@@ -286,7 +288,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 
 def stand_in_engine(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
-    """A release that has these places and no other."""
+    """Fake a release of the engine that has only these places."""
 
     def resolve(place: str) -> None:
         if place not in places:
@@ -300,7 +302,7 @@ MIXIN = "sglang.srt.managers.scheduler_update_weights_mixin:SchedulerUpdateWeigh
 SCHEDULER = "sglang.srt.managers.scheduler:Scheduler"
 
 
-def test_each_way_of_changing_the_weights_is_followed(
+def test_each_way_of_changing_the_weights_is_hooked(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[Any] = []
@@ -336,7 +338,7 @@ def test_each_way_of_changing_the_weights_is_followed(
     assert heard[4:] == ["v2", "the runner"]
 
 
-def test_newer_schedulers_say_themselves_that_the_label_is_new(
+def test_the_label_hook_of_newer_schedulers_is_used(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
@@ -351,7 +353,7 @@ def test_newer_schedulers_say_themselves_that_the_label_is_new(
     assert heard == ["v3"]
 
 
-def test_an_update_goes_on_whatever_fails_in_ours(
+def test_an_update_continues_even_if_our_hook_fails(
     registry: Registry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""The id of the weights: over all ranks, after updates, and when a rank has none."""
+"""The id of the weights: over all ranks, after updates, and when a rank has no fingerprint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_rank_needs_no_store() -> None:
 def test_ranks_that_measure_at_different_times_get_the_same_id() -> None:
     store = torch.distributed.HashStore()
     models = [make_model(0), make_model(1), make_model(2)]
-    ranks = (4, 5, 6)  # of a group that is not the whole world
+    ranks = (4, 5, 6)  # a group that is only a part of the world
 
     def run(index: int) -> Found | None:
         return measure(store, ranks[index], models[index], ranks).gather()
@@ -75,10 +75,10 @@ def test_a_rank_that_cannot_compute_leaves_all_without_an_id(
     assert "goes unnoticed" in caplog.text
 
 
-def test_a_rank_that_publishes_nothing_hangs_nobody(
+def test_a_rank_that_publishes_nothing_does_not_hang_the_others(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a second node on which the plugin is not set up."""
+    """For example, a second node on which the plugin is not set up."""
     monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
     with caplog.at_level(logging.WARNING):
         assert measure(torch.distributed.HashStore(), 0, make_model(), (0, 1)).gather() is None
@@ -86,7 +86,7 @@ def test_a_rank_that_publishes_nothing_hangs_nobody(
     assert "SGLANG_HS_DUMP_DIR" in caplog.text
 
 
-def test_ranks_that_cannot_be_found_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_ranks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     def find_ranks() -> Ranks:
         raise RuntimeError("no such group")
 
@@ -115,7 +115,7 @@ torch.distributed.barrier()  # the engine's next collective
 
 @pytest.mark.parametrize("who", ["all", "writer"])
 def test_real_processes_agree_and_meet_in_the_next_collective(tmp_path: Path, who: str) -> None:
-    """Also where only one rank writes, and so only that one waits for the others."""
+    """Also when only one rank writes, so that only that rank waits for the others."""
     command = [sys.executable, "-c", GLOO]
     processes = [
         subprocess.Popen(
@@ -151,7 +151,7 @@ def test_an_update_of_unknown_weights_is_seen() -> None:
     assert weights.id is not None and weights.id.startswith("unknown+")
 
 
-def test_watchers_hear_of_updates_labels_and_late_weights() -> None:
+def test_watchers_are_called_for_updates_labels_and_late_weights() -> None:
     weights = Weights(boot_id="boot", found=None, version="default")
     heard: list[tuple[str | None, str | None]] = []
     weights.watch(lambda: heard.append((weights.id, weights.version)))

@@ -211,7 +211,7 @@ def test_each_request_gets_its_own_rows(rig: Rig, packed: bool) -> None:
 
 
 def test_a_dump_names_the_weights_of_its_forward(tmp_path: Path) -> None:
-    """Of its own forward, however long it waits for its writer, and in each part of a job."""
+    """Every part of a job keeps the id of its own forward, even if the write is delayed."""
     rig = Rig(tmp_path, start=False)
     before = Found(fingerprint=Fingerprint(layout="l", content="before"), seconds=0)
     rig.weights.loaded(before)

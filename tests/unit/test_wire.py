@@ -1,4 +1,4 @@
-"""Fields of another program's JSON: typed, or named with what is wrong."""
+"""Fields of another program's JSON are typed, or an error names the field and the problem."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problem(read: Callable[[], object]) -> str:
         ({"c": 5}, "a.b is an object, must be an integer"),
     ],
 )  # fmt: skip
-def test_an_integer_is_one_and_in_its_range(value: object, expected: object) -> None:
+def test_only_integers_within_the_range_are_accepted(value: object, expected: object) -> None:
     document = {"a": {"b": value}}
 
     def read() -> int:
@@ -54,7 +54,7 @@ def test_an_integer_is_one_and_in_its_range(value: object, expected: object) -> 
         (b"null", "the answer is null, must be an object"),
     ],
 )
-def test_what_is_no_object_is_named(data: bytes, expected: str) -> None:
+def test_a_value_that_is_not_an_object_is_named(data: bytes, expected: str) -> None:
     assert problem(lambda: object_of(data)) == expected
 
 
@@ -82,7 +82,7 @@ def test_the_step_that_fails_is_named(document: dict[str, Any], expected: str) -
     assert problem(lambda: text(document, "a.b")) == expected
 
 
-def test_steps_lead_into_arrays() -> None:
+def test_a_path_can_index_arrays() -> None:
     document = {"states": [{"n": 1}, {"n": "x"}, 4]}
     assert len(array(document, "states")) == 3
     assert integer(document, "states.0.n") == 1
