@@ -82,8 +82,9 @@ _READING = (
         "ignored_columns",
         multiple=True,
         metavar="NAME",
-        help="Read the rows as if they had no such column. Of the keys of turns, only those that "
-        "say what is trained (weight, train, ...) can be ignored.",
+        help="Read the rows as if they had no such column. Of the keys of turns and of objects in "
+        "columns, only those that say what is trained (weight, train, ...) can be ignored. A name "
+        "that no row has is refused.",
     ),
     click.option(
         "--chat-template",
