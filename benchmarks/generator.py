@@ -41,6 +41,7 @@ class Generator(FakeServer):
             dump_root,
             model=FakeModel(layout=layout, vocab_size=VOCAB_SIZE, context_length=CONTEXT_LENGTH),
         )
+        self.min_delay_s = 0.0
         self._states = memoryview(b"")
         self._writers = ThreadPoolExecutor(NUM_WRITERS, thread_name_prefix="writer")
 

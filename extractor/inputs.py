@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from prompts.first_rows import require_fields, require_rows
+from prompts.first_rows import require_fields, require_ignored, require_rows
 from prompts.inputs import InputFile, scan_inputs
 from prompts.options import ReadingOptions
 from prompts.paths import STDIN, find_files, spool
@@ -36,6 +36,8 @@ def scan_prompts(
             require_rows(path)
         if found and reading.fields:
             require_fields(found[0], reading)
+        if found and reading.ignored_columns:
+            require_ignored(found, reading)
         return scan_inputs(found, count_parts=parts_counter(reading))
     except InputError:
         if STDIN in map(str, words) and not was_kept:

@@ -82,8 +82,8 @@ _READING = (
         "ignored_columns",
         multiple=True,
         metavar="NAME",
-        help="Ignore a column, or a turn key about training (weight, train, ...). Other turn keys "
-        "cannot be ignored.",
+        help="Ignore a column, or a key about training (weight, train, ...) of turns or of objects "
+        "in columns. Other keys cannot be ignored. A name that no row has is refused.",
     ),
     click.option(
         "--chat-template",

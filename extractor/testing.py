@@ -48,8 +48,6 @@ from server_patch.settings import BOOT_ID
 
 _HASH_STEP = 0x9E3779B1  # 2**32 divided by the golden ratio: spreads neighbours far apart
 
-#: Minimum delay of every answer, so that requests that are sent together overlap.
-MIN_DELAY_S = 0.002
 
 #: How long a late answer takes; a test's time-out is shorter.
 LATE_S = 1.0
@@ -161,6 +159,9 @@ def _encoded(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
 
 class FakeServer:
     """One fake server and its rank directory. Use `running`."""
+
+    #: Minimum delay of every answer, so that requests that are sent together overlap.
+    min_delay_s = 0.002
 
     def __init__(
         self,
@@ -308,7 +309,7 @@ class FakeServer:
         self._concurrency += 1
         self.peak_concurrency = max(self.peak_concurrency, self._concurrency)
         try:
-            await asyncio.sleep(max(self._delay_s, MIN_DELAY_S))
+            await asyncio.sleep(max(self._delay_s, self.min_delay_s))
             return await self._answer(request, rid, body["input_ids"], self._faults(number, rid))
         finally:
             self._concurrency -= 1

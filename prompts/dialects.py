@@ -107,7 +107,14 @@ def _check_training(row: Row, item: Item, options: ReadingOptions) -> None:
     else:
         read = set(options.fields)
         lengths = {len(item.turns)} if isinstance(item, Conversation) else set()
-    check_columns(row, read=read, lengths=lengths, is_ids=isinstance(item, Ids))
+    check_columns(
+        row,
+        read=read,
+        lengths=lengths,
+        is_ids=isinstance(item, Ids),
+        has_mask=isinstance(item, Ids) and item.loss_mask is not None,
+        ignored=options.ignored_columns,
+    )
 
 
 def _recognised(row: Row, options: ReadingOptions) -> Item:
@@ -212,18 +219,18 @@ def _read_ids(field: str, ids: object, row: Row) -> Ids:
         detail = f"{found[0]} without {other}; --ignore-column {found[0]} leaves it out"
         raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
     if not found:
-        return _masked(row, values, num_prompt=None)
+        return _masked(row, values, [field], num_prompt=None)
     prompt, answer = (_id_list(name, row[name]) for name in ID_PAIR)
     if [*prompt, *answer] != values:
         detail = f"{' and '.join(ID_PAIR)} are not {field}; --ignore-column leaves one of them out"
         raise RowError(RowReason.CONFLICTING_FIELDS, detail)
-    return _masked(row, values, num_prompt=len(prompt))
+    return _masked(row, values, [field], num_prompt=len(prompt))
 
 
 def _id_pair(row: Row, names: Sequence[str]) -> Ids:
     """The ids of a prompt followed by those of its answer, from two columns."""
     prompt, answer = (_id_list(name, row[name]) for name in names)
-    return _masked(row, [*prompt, *answer], num_prompt=len(prompt))
+    return _masked(row, [*prompt, *answer], names, num_prompt=len(prompt))
 
 
 def _id_list(field: str, ids: object) -> list[int]:
@@ -236,8 +243,8 @@ def _id_list(field: str, ids: object) -> list[int]:
     return ids
 
 
-def _masked(row: Row, ids: list[int], *, num_prompt: int | None) -> Ids:
-    tokens = read_tokens(row, ids, num_prompt=num_prompt)
+def _masked(row: Row, ids: list[int], columns: Sequence[str], *, num_prompt: int | None) -> Ids:
+    tokens = read_tokens(row, ids, columns=columns, num_prompt=num_prompt)
     return Ids(
         input_ids=tokens.ids,
         loss_mask=tokens.loss_mask,

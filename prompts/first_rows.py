@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from prompts.bounds import OVERSIZED
+import orjson
+
+from prompts.bounds import OVERSIZED, parse_json
 from prompts.containers import Kind, open_container
 from prompts.dialects import MAX_NAMES, decode_row
 from prompts.options import ReadingOptions
@@ -56,6 +59,57 @@ def require_fields(path: str, options: ReadingOptions) -> None:
         absent = " and ".join(sorted(missing))
         found = ", ".join(names) or "none"
         raise InputError(f"{path}: --field {absent}: no row has such a column; found: {found}")
+
+
+def require_ignored(paths: Sequence[str], options: ReadingOptions) -> None:
+    """Raises `InputError` where no row has the columns (or keys) that `--ignore-column` names.
+
+    A file may lack a column that another has.
+    """
+    missing = set(options.ignored_columns)
+    names: dict[str, None] = {}
+    for path in paths:
+        if not missing:
+            return
+        with open_container(path) as (container, _):
+            for _, data in container.rows(lambda index: False):
+                if not missing:
+                    return
+                assert data is not None
+                try:
+                    row = decode_row(data)
+                except RowError:
+                    continue
+                missing -= row.keys()
+                if missing:
+                    missing.difference_update(_keys(row))
+                if len(names) < NUM_ROWS:
+                    names |= dict.fromkeys(name[:40] for name in islice(row, MAX_NAMES))
+    if missing:
+        absent = " and ".join(sorted(missing))
+        found = ", ".join(names) or "none"
+        where = paths[0] if len(paths) == 1 else f"{len(paths)} files"
+        raise InputError(
+            f"{where}: --ignore-column {absent}: no row has such a column or key; found: {found}"
+        )
+
+
+def _keys(value: object) -> Iterator[str]:
+    """The keys of all objects within a value, also of those that a string holds as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+        try:
+            value = parse_json(value)
+        except (orjson.JSONDecodeError, RowError):
+            return
+        if isinstance(value, str):
+            return
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            if isinstance(inner, str | dict | list):
+                yield from _keys(inner)
 
 
 def _looks(kind: Kind, data: bytes, error: RowError) -> str:

@@ -14,6 +14,8 @@ from prompts.types import RowError, RowReason
 
 #: Columns with the ids of a prompt and of its answer, as TRL names them.
 ID_PAIR: Final = ("prompt_ids", "completion_ids")
+#: Of an ID_PAIR, these may be as long as the answer alone, and mark its trained tokens.
+ANSWER_MASKS: Final = ("completion_mask", "response_mask")
 #: Columns with a number for each token. Different numbers in one row mean several documents, or
 #: token types that the ids alone do not determine.
 KINDS: Final = ("token_type_ids", "segment_ids", "document_ids", "seq_idx")
@@ -42,24 +44,52 @@ class Tokens:
     was_padded: bool
 
 
-def read_tokens(row: Mapping[str, Any], ids: Sequence[int], *, num_prompt: int | None) -> Tokens:
-    """Strip the padding from `ids`, and read the mask; all its columns must agree.
+def read_tokens(
+    row: Mapping[str, Any],
+    ids: Sequence[int],
+    *,
+    columns: Sequence[str] = ("input_ids",),
+    num_prompt: int | None,
+) -> Tokens:
+    """Strip the padding from `ids`, those of `columns`, and read the mask; all its columns must
+    agree.
 
     `num_prompt`: the number of ids that belong to the prompt, if the row states it. Raises
     `RowError`.
     """
+    try:
+        return _read_tokens(row, ids, num_prompt)
+    except _WrongLength as exc:
+        verb = "has" if len(columns) == 1 else "have"
+        detail = f"{exc.detail}, {' and '.join(columns)} {verb} {len(ids)}"
+        raise RowError(exc.reason, detail) from exc
+
+
+class _WrongLength(RowError):
+    """A column that has another number of entries than there are tokens."""
+
+
+def _read_tokens(row: Mapping[str, Any], ids: Sequence[int], num_prompt: int | None) -> Tokens:
     array = np.array(ids, dtype=np.int32)
     kept = _kept(row, array.size)
     array = array[kept]
     _check_one_document(row, kept, len(ids))
-    masks = {
-        name: _marks(name, mask, len(ids), RowReason.BAD_LOSS_MASK)[kept]
-        for name in TOKEN_MASKS
-        if (mask := row.get(name)) is not None
-    }
+    masks: dict[str, Marks] = {}
+    is_refined = False
+    for name in TOKEN_MASKS:
+        if (mask := row.get(name)) is None:
+            continue
+        if (
+            num_prompt is not None
+            and name in ANSWER_MASKS
+            and isinstance(mask, list)
+            and len(mask) == len(ids) - num_prompt
+        ):
+            mask, is_refined = [*[0] * num_prompt, *mask], True
+        masks[name] = _marks(name, mask, len(ids), RowReason.BAD_LOSS_MASK)[kept]
     if (labels := row.get("labels")) is not None:
         masks["labels"] = _labelled(labels, array, kept, len(ids))
-    if num_prompt is not None:
+    if num_prompt is not None and not is_refined:
         masks[ID_PAIR[1]] = (np.arange(len(ids)) >= num_prompt)[kept].astype(np.uint8)
     first = next(iter(masks), "")
     for name, mask in masks.items():
@@ -134,7 +164,10 @@ def _marks(name: str, value: object, num_tokens: int, reason: RowReason) -> Mark
 
 
 def _numbers(name: str, value: object, num_tokens: int, reason: RowReason) -> npt.NDArray[np.int64]:
-    if not _is_flat(value, {int}) or not all(-(2**63) <= number < 2**63 for number in value):
+    # Whole floats: pandas makes them of a column that has nulls.
+    if not _is_flat(value, {int, float}) or not all(
+        -(2**63) <= number < 2**63 and number == int(number) for number in value
+    ):
         raise RowError(reason, f"{name} is not a flat list of integers")
     _check_length(name, value, num_tokens, reason)
     return np.array(value, dtype=np.int64)
@@ -147,4 +180,4 @@ def _is_flat(value: object, types: set[type]) -> TypeGuard[list[int]]:
 
 def _check_length(name: str, value: Sequence[object], num_tokens: int, reason: RowReason) -> None:
     if len(value) != num_tokens:
-        raise RowError(reason, f"{name} has {len(value)} entries, input_ids has {num_tokens}")
+        raise _WrongLength(reason, f"{name} has {len(value)} entries")

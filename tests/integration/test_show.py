@@ -186,6 +186,7 @@ def test_a_dry_run_says_what_it_does_not_know(tmp_path: Path) -> None:
         (("--chat-template", "{{ x | no_such_filter }}"), "No filter named 'no_such_filter'"),
         (("--chat-template", None), "cannot be read"),
         (("--field", "body"), "--field body: no row has such a column; found: id, messages"),
+        (("--ignore-column", "mask"), "--ignore-column mask: no row has such a column or key"),
     ],
 )
 def test_an_option_that_no_row_can_be_read_with_is_refused_before_anything_is_written(

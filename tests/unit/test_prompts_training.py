@@ -21,11 +21,12 @@ from prompt_files import (
 from templates import SMOLLM2, tokenizer_for
 
 from prompts.dialects import count_parts
+from prompts.first_rows import require_ignored
 from prompts.inputs import RawRow, scan_inputs
 from prompts.options import ReadingOptions, Thinking, Train
 from prompts.render import Renderer
 from prompts.stream import read_prompts
-from prompts.training import speaks_of_training
+from prompts.training import is_trained, speaks_of_training
 from prompts.types import Alteration, BadRow, InputError, Prompt
 
 Row = dict[str, Any]
@@ -114,6 +115,46 @@ ID_ROWS: list[tuple[str, Row, Any]] = [
         },
         (IDS, [1, 1, 1, 1]),
     ),
+    ("whole floats", {"labels": [-100.0, -100, 7.0, 8.0]}, (IDS, [0, 0, 1, 1])),
+    ("weighted", {"weight": 0.73, "loss_weight": 2.0}, (IDS, [1, 1, 1, 1])),
+    (
+        "a mask and what it was made from",
+        {"loss_mask": [0, 0, 1, 1], "prompt_length": 2, "response_length": 2},
+        (IDS, [0, 0, 1, 1]),
+    ),
+    (
+        "reinforcement",
+        {
+            "rewards": [0, 0, 0, 1],
+            "advantages": [0, 0, 1, 1],
+            "returns": [1, 1, 1, 1],
+            "token_scores": [0, 0, 0, 1],
+            "values": [0, 0, 0, 0],
+            "ref_logprobs": [0, 0, 0, 0],
+            "input_length": 4,
+        },
+        (IDS, [1, 1, 1, 1]),
+    ),
+    (
+        "no value",
+        {"loss_mask_spans": [], "masks": None, "labels_mask": None, "trainable_ranges": False},
+        (IDS, [1, 1, 1, 1]),
+    ),
+    (
+        "an answer's mask",
+        {
+            "input_ids": None,
+            "prompt_ids": [5, 6],
+            "completion_ids": [7, 8],
+            "completion_mask": [0, 1],
+        },
+        (IDS, [0, 0, 0, 1]),
+    ),
+    (
+        "a short mask of a pair",
+        {"input_ids": None, "prompt_ids": [5, 6], "completion_ids": [7, 8], "loss_mask": [1]},
+        ("bad_loss_mask", "loss_mask has 1 entries, prompt_ids and completion_ids have 4"),
+    ),
     ("a pair", {"input_ids": None, "prompt_ids": [5], "completion_ids": [6]}, ([5, 6], [0, 1])),
     (
         "a pair beside its ids",
@@ -162,7 +203,40 @@ ID_ROWS: list[tuple[str, Row, Any]] = [
     ("a string", {"train_mask": "[0, 0, 1, 1]"}, ("unsupported_field", "train_mask looks like")),
     ("a directive", {"mask_prompt": True}, ("unsupported_field", "mask_prompt looks like")),
     ("untrained", {"weight": 0}, ("no_supervision", "weight says that it is not trained")),
-    ("weighted", {"weight": 0.5}, ("bad_loss_mask", "weight is neither 0 nor 1")),
+    ("row text", {"weight": "0"}, ("bad_loss_mask", "weight is neither 0 nor 1 but text")),
+    ("in a list", {"labels_mask": [[0, 0, 1, 1]]}, ("unsupported_field", "labels_mask looks")),
+    ("own in a list", {"is_answer": [[0, 0, 1, 1]]}, ("unsupported_field", "is_answer looks")),
+    ("a struct", {"masks": {"loss_mask": [0, 1]}}, ("unsupported_field", "masks looks")),
+    ("a path", {"loss_mask_file": "a.npy"}, ("unsupported_field", "loss_mask_file looks")),
+    (
+        "in metadata",
+        {"metadata": {"loss_mask": [0, 0, 0, 1]}},
+        ("unsupported_field", "metadata: loss_mask looks"),
+    ),
+    (
+        "in JSON",
+        {"extra_info": '{"a": {"loss_mask": [0, 0, 0, 1]}}'},
+        ("unsupported_field", "extra_info: loss_mask looks"),
+    ),
+    *(
+        (name, {name: value}, ("unsupported_field", f"{name} looks"))
+        for name, value in (
+            *(("trainable_ranges", [[2, 4]]), ("train_spans", [[2, 4]]), ("loss_spans", [2, 4])),
+            *(("loss_mask_start", 2), ("prompt_length", 2), ("prompt_len", 2), ("source_len", 2)),
+            *(("num_prompt_tokens", 2), ("response_length", 0), ("answer_start", 2)),
+            *(("response_length", [2]), ("train_start", 2)),
+        )
+    ),
+    (
+        "a long name",
+        {f"loss_mask_{'x' * 40}": 1},
+        ("unsupported_field", "--ignore-column with its full name"),
+    ),
+    (
+        "half a label",
+        {"labels": [-100.0, 6.5, 7, 8]},
+        ("bad_loss_mask", "labels is not a flat list of integers"),
+    ),
 ]
 
 
@@ -274,8 +348,56 @@ TURN_ROWS: list[tuple[str, Any, Any]] = [
     ("row weight", {"messages": [Q, A], "weight": 0}, ("no_supervision", "weight says that")),
     ("row train", {"messages": [Q, A], "train": False}, ("no_supervision", "train says that")),
     ("row masked", {"messages": [Q, A], "masked": True}, ("no_supervision", "masked says that")),
-    ("row half", {"messages": [Q, A], "weight": 0.5}, ("bad_loss_mask", "neither 0 nor 1")),
-    ("row yes", {"messages": [Q, A], "train": "yes"}, ("bad_loss_mask", "neither 0 nor 1")),
+    (
+        "row no",
+        {"messages": [Q, A], "train": "False"},
+        ("bad_loss_mask", "train is neither 0 nor 1 but text"),
+    ),
+    *(
+        (f"row {name} {value}", {"messages": [Q, A], name: value}, ("unsupported_field", name))
+        for name, value in (
+            *(("loss_masks", [[0, 1], [1, 0]]), ("loss_mask_turns", {"1": 0})),
+            *(("loss_mask", 0), ("train_turns", [3]), ("trained_turns", 3), ("train_turns", "3")),
+            *(("only_last_turn", True), ("train_on_turns", [1]), ("roles_to_train", [])),
+            *(("train_on", "none"), ("should_train", False), ("exclude_from_training", True)),
+            *(("train_on_answers", False), ("masks", {"assistant": [0, 1]}), ("labels", [0, 1])),
+            ("turn_weights", [[0.5], [2]]),
+            *(("metadata", {"loss_mask": [0, 1]}), ("metadata", '{"train": false}')),
+        )
+    ),
+    (
+        "spans of text",
+        {"text": "hello", "loss_mask_spans": [[0, 3]]},
+        ("unsupported_field", "loss_"),
+    ),
+    (
+        "columns that exclude nothing",
+        {
+            "messages": [Q, A],
+            "weight": 0.73,
+            "loss_weight": 2.0,
+            "sample_weight": "0.5",
+            "train": "yes",
+            "training": "yes",
+            "is_train": True,
+            "in_train_set": False,
+            "used_for_training": True,
+            "open_weights": True,
+            "has_mask": False,
+            "is_supervised": False,
+            "labels": [1, 0, 1],
+            "only_last_turn": False,
+            "train_turns": None,
+            "train_on_turns": [],
+            "prompt_length": 3,
+            "answer_start": 3,
+            "num_masked_tokens": 1,
+            "metadata": {"weight": 0, "loss": 0, "train": True, "split": "train", "mask": "x"},
+            "extra_info": '{"weight": 0.3, "epochs": 3}',
+            "other": {"role": "assistant", "content": "x", "loss_mask": 0},
+        },
+        "fine<|im_end|>",
+    ),
     (
         "row labels",
         {"messages": [Q, A], "labels": [-100, 3]},
@@ -287,9 +409,34 @@ TURN_ROWS: list[tuple[str, Any, Any]] = [
     ("text flag", {"text": "hello", "train": 0}, ("no_supervision", "train says that")),
     ("other role", {"messages": [Q, A], "mask": "Assistant"}, ("unsupported_field", "mask looks")),
     ("directive", {"messages": [Q, A], "train_on_inputs": True}, ("unsupported_field", "train_on")),
+    # keys of turns
+    ("label", chat({"label": False}, {"label": True}, {"label": False}), SECOND),
+    ("label 0", chat({"label": 0}, {"label": 1}, {"label": 1}), SECOND),
+    ("is_trainable", chat({"is_trainable": False}), SECOND),
+    (
+        "keys that exclude nothing",
+        chat(
+            {"ignore": False, "skip": False, "exclude": False, "target": True, "label": "0"},
+            {"learn": True, "backprop": True, "target": 0, "metadata": {"weight": 0.3}},
+            {"learn": False, "is_target": False, "extra": {"weight": 0, "train": False}},
+        ),
+        BOTH,
+    ),
+    ("user label", chat({}, {}, {"label": True}), ("unsupported_field", "label asks to train")),
+    *(
+        (f"turn {name} {value}", chat({name: value}), ("unsupported_field", f": {detail} looks"))
+        for name, value, detail in (
+            *((name, False, name) for name in ("target", "is_target", "learn", "backprop")),
+            *((name, True, name) for name in ("ignore", "skip", "exclude")),
+            *(("train_on", "none", "train_on"), ("roles_to_train", [], "roles_to_train")),
+            *(("metadata", {"train": False}, "train"), ("extra", {"weight": 0}, "weight")),
+            *(("extra_info", {"loss_mask": 0}, "loss_mask"), ("labels_mask", "0-3", "labels_mask")),
+            ("metadata", '{"a": {"train": false}}', "train"),
+        )
+    ),
     # refused turns
     ("half", chat({"weight": 0.5}), ("bad_loss_mask", "turn 1 (assistant): weight is neither 0")),
-    ("text weight", chat({"weight": "0"}), ("bad_loss_mask", "weight is neither 0 nor 1")),
+    ("text weight", chat({"weight": "0"}), ("bad_loss_mask", "weight is neither 0 nor 1 but text")),
     ("disagree", chat({"weight": 0, "train": True}), ("conflicting_fields", "weight and train")),
     ("user 1", chat({}, {}, {"weight": 1}), ("unsupported_field", "turn 0 (user): weight asks")),
     ("user seen", chat({}, {}, {"masked": False}), ("unsupported_field", "masked asks to train")),
@@ -384,6 +531,28 @@ def test_a_key_of_a_turn_can_be_ignored_and_content_cannot() -> None:
     assert trained(read({"messages": chat({"weight": 0.5})}, ignoring)) == BOTH
     with pytest.raises(InputError, match="both name text"):
         ReadingOptions(fields=("text",), ignored_columns=("text",))
+
+
+def test_a_key_within_a_column_can_be_ignored() -> None:
+    ignoring = ReadingOptions(ignored_columns=("loss_mask", "train"))
+    turns = chat({"extra": {"train": False}})
+    assert trained(read({"messages": turns, "metadata": {"loss_mask": [0]}}, ignoring)) == BOTH
+
+
+def test_arguments_of_a_call_say_nothing_of_training() -> None:
+    call = {"name": "f", "arguments": {"loss_mask": [0, 1]}}
+    assert is_trained("turn 1", "assistant", {"role": "assistant", "function_call": call})
+
+
+def test_an_ignored_name_that_no_row_has_is_refused(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_bytes(as_jsonl([{"text": "x"}, {"messages": chat({"weight": 0})}]))
+    second.write_bytes(as_jsonl([{"text": "x", "metadata": '{"loss_mask": [0]}'}]))
+    paths = [str(first), str(second)]
+    require_ignored(paths[:1], ReadingOptions(ignored_columns=("weight",)))
+    require_ignored(paths, ReadingOptions(ignored_columns=("weight", "metadata", "loss_mask")))
+    with pytest.raises(InputError, match=r"--ignore-column lossmask: no row .* found: text, mess"):
+        require_ignored(paths, ReadingOptions(ignored_columns=("weight", "lossmask")))
 
 
 def test_two_fields_of_ids_are_a_prompt_and_its_answer() -> None:
