@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -24,6 +25,7 @@ from helpers import (
 
 from acceptance.tool import REPOSITORY, Fake, Tool, fake_server, wait_until
 from extractor.cli import cli, main
+from extractor.option_types import ByteSize, Seconds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -154,6 +156,9 @@ def test_findings_are_1(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Pa
         (["run", "p.jsonl", "--server", "http://[::1"], "an IPv6 address in brackets"),
         (["run", "p.jsonl", "--server", "http://host:99999"], "an IPv6 address in brackets"),
         (["run", "p.jsonl", "--server", "http://-x-/"], "an IPv6 address in brackets"),
+        (["run", "p.jsonl", "--request-timeout", "inf"], "--request-timeout"),
+        (["run", "p.jsonl", "--max-tokens", "9" * 20], "--max-tokens"),
+        (["run", "p.jsonl", "--out", ""], "is a shell variable not set?"),
         (["nonsense"], "No such command"),
     ],
     ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else "",
@@ -175,6 +180,51 @@ def test_a_wrong_command_is_2_with_a_message_and_no_traceback(
     assert ended.value.code == 2, shown.err
     assert message in shown.err
     assert shown.out == ""
+
+
+def parameters_of_commands(*kinds: type) -> list[Any]:
+    return [
+        pytest.param(parameter, id=f"{name}-{parameter.name}")
+        for name, command in cli.commands.items()
+        for parameter in command.params
+        if isinstance(parameter.type, kinds)
+    ]
+
+
+def refusal(parameter: click.Parameter, value: str) -> str:
+    """The message for a value that must not be taken."""
+    context = click.Context(cli.commands["run"])
+    with pytest.raises(click.BadParameter) as caught:
+        parameter.type.convert(value, parameter, context)
+    assert caught.value.exit_code == 2
+    return caught.value.format_message()
+
+
+@pytest.mark.parametrize("parameter", parameters_of_commands(click.ParamType))
+def test_no_option_takes_an_empty_value(parameter: click.Parameter) -> None:
+    """As `--out "$UNSET"` gives it: the current directory, or a default that was not meant."""
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        return
+    context = click.Context(cli.commands["run"])
+    assert refusal(parameter, "").startswith(
+        f"Invalid value for {parameter.get_error_hint(context)}: "
+    )
+
+
+@pytest.mark.parametrize(
+    "parameter", parameters_of_commands(click.IntRange, click.types.IntParamType, ByteSize)
+)
+def test_every_whole_number_has_an_upper_bound(parameter: click.Parameter) -> None:
+    for value in ("9" * 20, "9" * 5000):
+        assert parameter.opts[-1] in refusal(parameter, value)
+
+
+@pytest.mark.parametrize("parameter", parameters_of_commands(Seconds, click.types.FloatParamType))
+def test_every_time_has_an_upper_bound(parameter: click.Parameter) -> None:
+    for value in ("inf", "nan", "1e400", "1e9", "-1", "x"):
+        assert f"{parameter.opts[-1]}': '{value}' is not a number of seconds" in refusal(
+            parameter, value
+        )
 
 
 def test_a_wrong_command_ends_the_process_with_2(tool: Tool) -> None:
