@@ -23,9 +23,10 @@ from helpers import (
     write_prompts,
 )
 
-from acceptance.tool import REPOSITORY, Fake, Tool, fake_server, wait_until
+from acceptance.tool import PATIENCE_S, REPOSITORY, Fake, Tool, fake_server, wait_until
 from extractor.cli import cli, main
 from extractor.option_types import ByteSize, Seconds
+from extractor.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,6 +53,43 @@ def test_an_interrupt_while_the_command_is_still_being_imported_is_130(tmp_path:
     assert told_by("--help") == "interrupted\n"
     told = json.loads(told_by("run", "p.jsonl", "--log-json"))
     assert (told["event"], told["message"], told["exit_status"]) == ("error", "interrupted", 130)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "p.jsonl", "--log-json"]])
+def test_a_signal_while_the_command_is_still_being_imported_is_130(
+    tmp_path: Path, number: signal.Signals, arguments: list[str]
+) -> None:
+    """A module that is never imported to its end stands for slow ones; it swallows exceptions."""
+    (tmp_path / "tqdm.py").write_text(
+        "import signal\n"
+        "print('importing', flush=True)\n"
+        "while True:\n"
+        "    try:\n"
+        "        signal.pause()\n"
+        "    except BaseException:\n"
+        "        pass\n"
+    )
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-m", "extractor", *arguments],
+        env={**os.environ, "PYTHONPATH": python_path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    if "--log-json" in arguments:
+        assert json.loads(errors)["message"] == "interrupted"
+    else:
+        assert errors == "interrupted\n"
 
 
 # --- exit codes -------------------------------------------------------------------------------
@@ -413,6 +451,33 @@ def test_a_signal_before_the_first_prompt_is_130(
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("arguments", "spooled"),
+    [
+        (["run", "--out", "out"], "out/stdin.new"),
+        (["run", "--dry-run", "--tokenizer", "none"], "dry-run-*/stdin.new"),
+        (["show", "--tokenizer", "none"], "show-*/stdin.new"),
+    ],
+    ids=["run", "dry-run", "show"],
+)
+def test_a_signal_ends_a_command_that_waits_for_an_idle_input(
+    tmp_path: Path, tool: Tool, number: signal.Signals, arguments: list[str], spooled: str
+) -> None:
+    tool.environment = {"TMPDIR": str(tmp_path)}
+    process = tool.start(*arguments, "-", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write('{"input_ids": [5, 6, 7]}\n')  # begun, and never ended
+    process.stdin.flush()
+    wait_until(lambda: list(tmp_path.glob(spooled)) != [], what="the input being kept")
+    process.send_signal(number)
+    assert process.wait(PATIENCE_S) == 130  # with the input open all the while
+    _, errors = process.communicate()
+    assert errors.strip().removeprefix("extractor: ") == "interrupted"
+    assert [path.name for path in tmp_path.rglob("stdin*")] == []
 
 
 @pytest.mark.crash
