@@ -6,7 +6,7 @@ ExtractorError
 │   ├── ConfigMismatch           the output directory holds another run's data
 │   ├── OutputBusy               another process writes the output directory
 │   ├── BadAddress               the server's address cannot work: its host, HTTP or TLS
-│   ├── BadDumpDir               no server ever dumped under the --dump-dir that was named
+│   ├── BadDumpDir               the --dump-dir that was named is not the server's
 │   └── MissingExtra             a package of an optional extra is not installed
 ├── ServerError         exit 3   the server or its plugin; rows stay resumable
 │   ├── ServerUnreachable
@@ -67,7 +67,7 @@ class BadAddress(UsageError):
 
 
 class BadDumpDir(UsageError):
-    """No server ever dumped under the --dump-dir that was named, or it cannot be read."""
+    """The --dump-dir that was named is not the server's: no server dumps there, or another one."""
 
 
 class MissingExtra(UsageError):
