@@ -100,6 +100,7 @@ class Client:
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
         self.silence = f"no server answers at {self.url}."  # with the cause after a request
+        self.has_answered = False  # at all, even with an error
 
     async def __aenter__(self) -> Self:
         headers = {"Content-Type": "application/json"}  # of whatever has a body
@@ -257,6 +258,7 @@ class Client:
             async with self._http.get(
                 f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=timeout_s)
             ) as response:
+                self.has_answered = True
                 data, is_whole = await _bounded(response, MAX_INFO_BYTES)
                 if response.status in (401, 403):
                     raise PluginError(

@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from extractor.bounds import (
+    MAX_BYTES,
+    MAX_CONCURRENCY,
+    MAX_COUNT,
+    MAX_MOVERS,
+    MAX_SECONDS,
+    MAX_TOKENIZER_WORKERS,
+    require_within,
+)
 from extractor.errors import ConfigMismatch, CorruptData, UsageError
 from extractor.policy import DEFAULT_POLICY, Policy
 from prompts.options import DEFAULTS, ReadingOptions
@@ -252,20 +261,18 @@ class RunOptions:
             )
         if len({url.lower() for url in self.server_urls}) < len(self.server_urls):
             raise UsageError(f"a --server is named twice: {', '.join(self.server_urls)}")
-        for name, option, least in (
-            ("concurrency", "--concurrency", 1),
-            ("shard_bytes", "--shard-size", 1),
-            ("num_movers", "--movers", 1),
-            ("max_attempts", "--max-attempts", 1),
-            ("request_timeout_s", "--request-timeout", 0.001),
-            ("dump_timeout_s", "--dump-timeout", 0.001),
-            ("server_wait_s", "--server-wait", 0),
-            ("tokenizer_workers", "--tokenizer-workers", 0),
+        for name, option, least, most in (
+            ("concurrency", "--concurrency", 1, MAX_CONCURRENCY),
+            ("shard_bytes", "--shard-size", 1, MAX_BYTES),
+            ("shm_budget_bytes", "--shm-budget", 1, MAX_BYTES),
+            ("num_movers", "--movers", 1, MAX_MOVERS),
+            ("max_attempts", "--max-attempts", 1, MAX_COUNT),
+            ("request_timeout_s", "--request-timeout", 0.001, MAX_SECONDS),
+            ("dump_timeout_s", "--dump-timeout", 0.001, MAX_SECONDS),
+            ("server_wait_s", "--server-wait", 0, MAX_SECONDS),
+            ("tokenizer_workers", "--tokenizer-workers", 0, MAX_TOKENIZER_WORKERS),
         ):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise UsageError(f"{option} must be >= {least}, is {value}")
-        if self.shm_budget_bytes is not None and self.shm_budget_bytes < 1:
-            raise UsageError(f"--shm-budget must be >= 1, is {self.shm_budget_bytes}")
+            require_within(option, getattr(self, name), least=least, most=most)
 
     def with_server(self, url: str) -> RunOptions:
         """The same run against another server."""

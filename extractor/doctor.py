@@ -221,8 +221,9 @@ def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
         f"{leftover.path} ({leftover.what}, {amount(leftover.size_bytes)})" for leftover in left
     ]
     if any(leftover.is_removable for leftover in left):
+        is_all = all(leftover.is_removable for leftover in left)
         lines.append(
             "the next `extractor run` of the same --out adopts its own dumps; "
-            "`extractor doctor --clean` removes all"
+            f"`extractor doctor --clean` removes {'all' if is_all else 'what dead servers left'}"
         )
     return Check(name="leftovers", problem="; ".join([*lines, *waiting]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from extractor.bounds import MAX_SECONDS, require_within
 from extractor.config import DEFAULT_DUMP_ROOT, is_host, url_host
 from extractor.errors import UsageError
 from server_patch import settings as plugin
@@ -88,6 +89,7 @@ class ServeOptions:
             raise UsageError(
                 f"--host {self.host!r}: write a name or an IP address, without brackets"
             )
+        require_within("--stall", self.stall_s, least=0, most=MAX_SECONDS)
         if not self.layers.strip():
             raise UsageError("--layers is empty: write eagle3, or a list such as 3,31,59")
         # The plugin's own parser, here rather than in the server's log minutes later.

@@ -6,7 +6,7 @@ ExtractorError
 │   ├── ConfigMismatch           the output directory holds another run's data
 │   ├── OutputBusy               another process writes the output directory
 │   ├── BadAddress               the server's address cannot work: its host, HTTP or TLS
-│   ├── BadDumpDir               no server has ever dumped under the given --dump-dir
+│   ├── BadDumpDir               the given --dump-dir is not the server's
 │   └── MissingExtra             a package of an optional extra is not installed
 ├── ServerError         exit 3   the server or its plugin; rows stay resumable
 │   ├── ServerUnreachable
@@ -67,7 +67,7 @@ class BadAddress(UsageError):
 
 
 class BadDumpDir(UsageError):
-    """No server has ever dumped under the given --dump-dir, or it cannot be read."""
+    """The given --dump-dir is not the server's: no server dumps there, or another one does."""
 
 
 class MissingExtra(UsageError):

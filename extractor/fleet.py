@@ -86,7 +86,9 @@ class Member:
     def to_text(self) -> str:
         """How many requests it had at a time, for the end of a run."""
         if not self.starts:
-            return "it never answered"
+            if self.num_before:
+                return f"{self.num_before:,} prompts; not used since it went"
+            return "it was not used" if self.client.has_answered else "it never answered"
         limiter = self.starts[-1].watch.limiter
         text = f"{limiter.limit} at a time ({limiter.kind})"
         if isinstance(limiter, Fixed) and limiter.limit < limiter.room:

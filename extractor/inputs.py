@@ -9,7 +9,7 @@ from pathlib import Path
 from prompts.first_rows import require_fields, require_ignored, require_rows
 from prompts.inputs import InputFile, scan_inputs
 from prompts.options import ReadingOptions
-from prompts.paths import STDIN, find_files, spool
+from prompts.paths import STDIN, find_files, spool, spooled_in_part
 from prompts.stream import parts_counter
 from prompts.types import InputError
 
@@ -43,6 +43,11 @@ def scan_prompts(
         if STDIN in map(str, words) and not was_kept:
             kept.unlink(missing_ok=True)  # else the next, mended, would be refused as another
         raise
+
+
+def forget_spooled(directory: Path) -> None:
+    """Remove what has come in on standard input so far, when it is not waited for any longer."""
+    spooled_in_part(directory / STDIN_NAME).unlink(missing_ok=True)
 
 
 def reads_stdin(words: Sequence[Path]) -> bool:

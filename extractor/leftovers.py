@@ -172,11 +172,15 @@ def _without_owner(root: Path) -> Iterator[Leftover]:
         pid = _failed_pid(directory / FAILED_NAME)
         if pid is not None and process_start_ticks(pid) is not None:
             continue  # it serves, without capturing
-        what = (
-            "a server is starting there, or died in its start; remove it by hand"
-            if pid is None
-            else f"of the server {pid}, whose plugin gave up"
-        )
+        what = f"of the server {pid}, whose plugin gave up"
+        if pid is None:
+            pid = _dead_starter(root, directory.parent.name)
+            what = f"of the server {pid}, which died in its start"
+        if pid is None:
+            what = (
+                "a server is starting there, or died in its start: if none is starting, remove it "
+                "by hand, as --clean removes only what is known to be dead"
+            )
         yield Leftover(
             path=directory,
             what=what,
@@ -185,12 +189,22 @@ def _without_owner(root: Path) -> Iterator[Leftover]:
         )
 
 
+def _dead_starter(root: Path, boot_id: str) -> int | None:
+    """The pid of the dead server of `extractor serve` that had this boot id; None where it lives,
+    or where none is known."""
+    with suppress(OSError, ValueError):
+        journal = Journal.read(Journal.path(root, boot_id))
+        return None if journal.is_alive else journal.pid
+    return None
+
+
 def _of_journals(root: Path) -> Iterator[Leftover]:
     for path in sorted(root.glob(f"{_JOURNAL_PREFIX}*.json")):
         try:
             journal = Journal.read(path)
         except (OSError, ValueError) as error:
-            yield Leftover(path=path, what=str(error), size_bytes=0, is_removable=False)
+            what = f"{error}; if no server of `extractor serve` runs, remove it by hand"
+            yield Leftover(path=path, what=what, size_bytes=0, is_removable=False)
             continue
         if journal.is_alive:
             continue

@@ -1,9 +1,8 @@
-"""What the options are made of: value types, shared options, commands that pass words on."""
+"""What the commands have in common: shared options, commands that pass words on."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,54 +10,9 @@ import click
 
 from extractor.config import DEFAULT_DUMP_ROOT, DEFAULT_OUT
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS
-from extractor.tables import parse_bytes
+from extractor.option_types import Address, ByteSize, Concurrency, GivenPath, Seconds, Text
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-class ByteSize(click.ParamType[int]):
-    """An amount such as 4096, 512M or 1.5GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return parse_bytes(value)
-        except ValueError:
-            self.fail(f"{value!r} is no size; write it as 4096, 512M or 1.5GiB", param, ctx)
-
-
-class Address(click.ParamType[str]):
-    """A server's URL. A variable may hold several, separated by blanks or commas."""
-
-    name = "url"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value)
-
-    def split_envvar_value(self, rv: str) -> Sequence[str]:
-        return [word for word in re.split(r"[\s,]+", rv) if word]
-
-
-class Concurrency(click.ParamType[int | None]):
-    """A number of requests, or `auto` (None)."""
-
-    name = "concurrency"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
-        if value is None or str(value).lower() == AUTO:
-            return None
-        try:
-            number = int(value)
-        except ValueError:
-            number = 0
-        if number < 1:
-            self.fail(f"{value!r} is neither {AUTO} nor a number of 1 and more", param, ctx)
-        return number
 
 
 class PassingCommand(click.Command):
@@ -85,24 +39,25 @@ class Commands(click.Group):
 
 
 SGLANG_ARGUMENTS = "extractor.sglang_arguments"
-AUTO = "auto"
 BYTES = ByteSize()
 ADDRESS = Address()
 CONCURRENCY = Concurrency()
-OUT_ARGUMENT = click.argument(
-    "out", metavar="[DIR]", type=click.Path(path_type=Path), default=DEFAULT_OUT
-)
+PATH = GivenPath(path_type=Path)
+TEXT = Text()
+SECONDS = Seconds()
+OUT_ARGUMENT = click.argument("out", metavar="[DIR]", type=PATH, default=DEFAULT_OUT)
 SERVER_HELP = "Address of the server."
 DUMP_DIR_OPTION = click.option(
     "--dump-dir",
     "dump_root",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=DEFAULT_DUMP_ROOT,
     show_default=True,
     help="Where the server's plugin puts its dumps.",
 )
 LAYERS_OPTION = click.option(
     "--layers",
+    type=TEXT,
     default=None,
     show_default=DEFAULT_LAYERS,
     metavar="LIST",
@@ -119,6 +74,7 @@ LAST_OPTION = click.option(
 )
 TOKENIZER_OPTION = click.option(
     "--tokenizer",
+    type=TEXT,
     default=None,
     metavar="PATH",
     help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
@@ -130,7 +86,7 @@ def seconds_option(name: str, *, default: float, help: str) -> Callable[[_Comman
     return click.option(
         name,
         f"{name.removeprefix('--').replace('-', '_')}_s",
-        type=float,
+        type=SECONDS,
         default=default,
         show_default=True,
         metavar="SECONDS",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+from extractor.bounds import MAX_COUNT, require_within
 from extractor.errors import UsageError
 
 
@@ -43,10 +44,9 @@ class Policy:
     min_trained: int = 0
 
     def __post_init__(self) -> None:
-        if self.min_tokens < 1:
-            raise UsageError(f"--min-tokens must be >= 1, is {self.min_tokens}")
-        if self.min_trained < 0:
-            raise UsageError(f"--min-trained must be >= 0, is {self.min_trained}")
+        require_within("--max-tokens", self.max_tokens, least=1, most=MAX_COUNT)
+        require_within("--min-tokens", self.min_tokens, least=1, most=MAX_COUNT)
+        require_within("--min-trained", self.min_trained, least=0, most=MAX_COUNT)
         for option, least in (
             ("--min-tokens", self.min_tokens),
             ("--min-trained", self.min_trained),

@@ -23,6 +23,7 @@ from extractor.config import Layout, RunOptions
 from extractor.copying import SampleFault, check_tokens, tensor_bytes
 from extractor.engine import boundaries_of
 from extractor.errors import (
+    BadDumpDir,
     ConfigMismatch,
     PluginError,
     ServerLost,
@@ -177,7 +178,8 @@ async def require_probe(
     """Send the canary, check that its complete dump arrives, and return its encoded states.
 
     Only this proves that the plugin is active in the server behind `client`. `canary_ids`: the
-    tokens to send; None: those of a new canary. Raises PluginError.
+    tokens to send; None: those of a new canary. Raises PluginError, and BadDumpDir if the dump
+    directory seems to be another server's.
     """
     request = probe_request(
         run_id,
@@ -259,10 +261,7 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
                 f"the server at {client.url} did not answer the probe prompt in "
                 f"{PROBE_TIMEOUT_S:.0f} s. See its log; the same command goes on."
             ) from None
-        raise PluginError(
-            f"the server at {client.url} {said}, but no dump of it arrived under "
-            f" {target.ranks[0].directory} in {PROBE_TIMEOUT_S:.0f} s. {_suspicion(target)}"
-        ) from None
+        raise _no_dump(target, said) from None
     finally:
         watching.cancel()
     if isinstance(outcome, Failure):
@@ -281,16 +280,21 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
         raise PluginError(f"the probe prompt's dump is no good: {fault}") from fault
 
 
-def _suspicion(target: Target) -> str:
-    """Why a probe that was answered may have left no dump."""
-    port = target.ready.port
-    if port != urlsplit(target.url).port:
-        # Taken for want of one of that port, as behind a tunnel or a container's port mapping.
-        return (
-            f"That directory is of a server on port {port}: if it is another one, this one has "
-            "no plugin, or dumps elsewhere. `extractor serve --model …` starts one that does."
-        )
-    return "Does the server run prefill in CUDA graphs? See its log."
+def _no_dump(target: Target, said: str) -> BadDumpDir | PluginError:
+    """The error for a probe that the server has, as `said` tells, and that left no dump."""
+    directory, port = target.ranks[0].directory, target.ready.port
+    told = (
+        f"the server at {target.url} {said}, but no dump of it arrived under {directory} in "
+        f"{PROBE_TIMEOUT_S:.0f} s."
+    )
+    if port == urlsplit(target.url).port:
+        return PluginError(f"{told} Does the server run prefill in CUDA graphs? See its log.")
+    # Taken for want of one of that port, as behind a tunnel or a container's port mapping.
+    return BadDumpDir(
+        f"{told} That directory is of a server on port {port}: if it is another one, this one has "
+        "no plugin, or dumps elsewhere. Name its --dump-dir; `extractor serve --model …` starts "
+        "one that dumps."
+    )
 
 
 def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import click
 import orjson
 
+from extractor.bounds import MAX_COUNT
 from extractor.errors import UsageError
+from extractor.option_types import GivenPath, Text
 from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
 from prompts.ambient import parse_moment
 from prompts.options import Leading, ReadingOptions, Thinking, Tools, Train
@@ -29,6 +31,7 @@ _READING = (
     click.option(
         "--field",
         "fields",
+        type=Text(),
         default=None,
         metavar="NAME[,NAME]",
         help="Column to read, whatever else the row has; two: question and answer.  "
@@ -37,6 +40,7 @@ _READING = (
     click.option(
         "--role-map",
         "role_maps",
+        type=Text(),
         multiple=True,
         metavar="NAME=ROLE",
         help="Take a role name that the rows have for system, developer, user, assistant or tool.",
@@ -80,6 +84,7 @@ _READING = (
     click.option(
         "--ignore-column",
         "ignored_columns",
+        type=Text(),
         multiple=True,
         metavar="NAME",
         help="Ignore a column, or a key about training (weight, train, ...) of turns or of objects "
@@ -87,19 +92,21 @@ _READING = (
     ),
     click.option(
         "--chat-template",
-        type=click.Path(path_type=Path),
+        type=GivenPath(path_type=Path),
         default=None,
         metavar="FILE",
         help="Chat template in place of the model's.",
     ),
     click.option(
         "--template-kwargs",
+        type=Text(),
         default=None,
         metavar="JSON",
         help="Values for the chat template, such as '{\"enable_thinking\": false}'.",
     ),
     click.option(
         "--now",
+        type=Text(),
         default=None,
         metavar="ISO8601",
         help="Time for chat templates that write the date; UTC if it has no offset.  "
@@ -133,20 +140,20 @@ _POLICY = (
     ),
     click.option(
         "--max-tokens",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MAX_COUNT),
         default=None,
         help="Longest prompt.  [default: what the server takes]",
     ),
     click.option(
         "--min-tokens",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MAX_COUNT),
         default=1,
         show_default=True,
         help="Shortest prompt.",
     ),
     click.option(
         "--min-trained",
-        type=click.IntRange(min=0),
+        type=click.IntRange(0, MAX_COUNT),
         default=0,
         show_default=True,
         help="Minimum trained tokens of a prompt, counted after a cut; prompts with fewer fail.",

@@ -24,7 +24,7 @@ from extractor.errors import (
 )
 from extractor.fleet import Member, require_connections
 from extractor.headroom import headroom
-from extractor.inputs import reads_stdin, scan_prompts
+from extractor.inputs import forget_spooled, reads_stdin, scan_prompts
 from extractor.live import LiveFile
 from extractor.lock import exclusive
 from extractor.measurements import Counters, Stage
@@ -128,7 +128,12 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     """
     require_connections(options.concurrency, num_servers=len(options.server_urls))
     reporter = Together(reporter)
-    files = await asyncio.to_thread(_scan, options)
+    try:
+        files = await asyncio.to_thread(_scan, options)
+    except asyncio.CancelledError:
+        if reads_stdin(options.prompts):
+            forget_spooled(options.out)  # the thread may read for as long as it likes
+        raise
     prepare_out(options.out)
     if (warning := manifest_warning(options.out)) is not None:
         reporter.note(warning, level="warning")

@@ -49,8 +49,11 @@ class StopHandler:
         return max(0.0, self._first_at + END_S - time.monotonic())
 
     def install(self) -> None:
-        """Handle the signals even where SIGINT was ignored, as in the background of a script."""
+        """Handle the signals even where SIGINT was ignored, as in the background of a script; but
+        not SIGHUP where `nohup` had it ignored."""
         for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             with suppress(RuntimeError, ValueError):  # not the main thread: no signals come here
                 asyncio.get_running_loop().add_signal_handler(number, self.handle)
 
@@ -130,6 +133,19 @@ async def under_signals(
     handler.install()
     _current.set(handler)
     return await coroutine
+
+
+@contextmanager
+def handlers_put_back() -> Iterator[None]:
+    """Restore the handlers of the signals behind the block: an event loop that is closed leaves the
+    system's."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            with suppress(ValueError):  # not the main thread
+                signal.signal(number, handler)
 
 
 @contextmanager

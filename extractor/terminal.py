@@ -16,12 +16,14 @@ import orjson
 from extractor import signals
 from extractor.errors import Interrupted
 from extractor.log_line import asks_for_objects, log_line
-from extractor.signals import under_signals
+from extractor.signals import handlers_put_back, under_signals
 
 Result = TypeVar("Result")
 
 #: Time to log the last message before the process is ended by force.
 TELL_S = 0.5
+#: For threads, once a signal has cancelled a command and it has cleaned up.
+THREADS_S = 0.5
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -65,7 +67,28 @@ def _end_process() -> None:
 
 def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
     """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted."""
+    leaving = threading.Timer(THREADS_S, _leave_threads)
+    leaving.daemon = True
+
+    async def command() -> Result:
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            leaving.start()
+            raise
+
     try:
-        return asyncio.run(under_signals(coroutine, end=_end_process))
+        with handlers_put_back():
+            return asyncio.run(under_signals(command(), end=_end_process))
     except asyncio.CancelledError:
         raise Interrupted("interrupted") from None
+    finally:
+        leaving.cancel()
+
+
+def _leave_threads() -> None:
+    """End the process of a command that has cleaned up, though a thread still reads an idle input,
+    scans a long file, loads a tokenizer or resolves a name."""
+    code = Interrupted.exit_code
+    tell_error("interrupted", exit_status=code, otherwise=lambda: note("extractor: interrupted"))
+    os._exit(code)

@@ -130,6 +130,9 @@ def ranks_of(
     boots = {rank.ready.boot_id for rank in same_address or same_port or same_model}
     if not boots:
         raise _absent(writers, url)
+    # Where only the model is the same, the writer may be of another server.
+    if not same_port and (elsewhere := _elsewhere(writers.root, url)) is not None:
+        raise elsewhere
     if len(boots) > 1:
         raise PluginError(
             f"several live servers dump under {writers.root} and none is known to be the one at "
@@ -180,12 +183,8 @@ def _absent(writers: Writers, url: str) -> ExtractorError:
             f"--dump-dir {root} cannot be read ({error.strerror}). Name the directory that the "
             "server's plugin dumps under (its SGLANG_HS_DUMP_DIR)."
         )
-    dumps_at = _dump_root_of_server(url)
-    if dumps_at is not None and realpath(dumps_at) != realpath(root):
-        return BadDumpDir(
-            f"the server at {url} dumps under {dumps_at}, not under {root}. "
-            f"Write --dump-dir {dumps_at}"
-        )
+    if (elsewhere := _elsewhere(root, url)) is not None:
+        return elsewhere
     if writers.failed:
         reasons = "; ".join(
             f"{failed.directory.name}: {failed.reason}" for failed in writers.failed
@@ -201,7 +200,7 @@ def _absent(writers: Writers, url: str) -> ExtractorError:
             f"(pid {', '.join(str(rank.ready.pid) for rank in writers.dead)}), and the one at "
             f"{url} did not. Start it with `extractor serve`, or with SGLANG_HS_DUMP_DIR set."
         )
-    if not writers.alive and root != DEFAULT_DUMP_ROOT and dumps_at is None:
+    if not (writers.alive or root == DEFAULT_DUMP_ROOT or _dump_root_of_server(url)):
         state = "holds no server's dumps" if root.exists() else "does not exist"
         return BadDumpDir(
             f"--dump-dir {root} {state}. Name the directory that the plugin of the server at {url} "
@@ -213,6 +212,16 @@ def _absent(writers: Writers, url: str) -> ExtractorError:
         "Start it with `extractor serve --model …`; or install hidden-state-extractor in the "
         f"server's environment and set SGLANG_HS_DUMP_DIR={root} for it; or name its "
         "directory with --dump-dir."
+    )
+
+
+def _elsewhere(root: Path, url: str) -> BadDumpDir | None:
+    """The error where the server at `url` is known to dump under another directory than `root`."""
+    dumps_at = _dump_root_of_server(url)
+    if dumps_at is None or realpath(dumps_at) == realpath(root):
+        return None
+    return BadDumpDir(
+        f"the server at {url} dumps under {dumps_at}, not under {root}. Write --dump-dir {dumps_at}"
     )
 
 

@@ -57,7 +57,7 @@ def spool(stream: BinaryIO, path: Path) -> None:
     Where `path` is there from an earlier run, the stream must be the same again or empty. Raises
     `InputError` where it is another, or where there is nothing to read at all.
     """
-    new = path.with_name(path.name + ".new")
+    new = spooled_in_part(path)
     try:
         try:
             with open(new, "wb") as copy:
@@ -83,6 +83,11 @@ def spool(stream: BinaryIO, path: Path) -> None:
             os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def spooled_in_part(path: Path) -> Path:
+    """Where `spool` writes until the stream is whole."""
+    return path.with_name(path.name + ".new")
 
 
 def _dataset_files(directory: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -10,7 +9,7 @@ import click
 from extractor.config import DEFAULT_OUT, DEFAULT_SERVER_URL, require_url
 from extractor.doctor import examine
 from extractor.errors import UsageError
-from extractor.options import ADDRESS, DUMP_DIR_OPTION, SERVER_HELP, seconds_option
+from extractor.options import ADDRESS, DUMP_DIR_OPTION, PATH, SERVER_HELP, seconds_option
 from extractor.terminal import run_async
 
 
@@ -26,7 +25,7 @@ from extractor.terminal import run_async
 @DUMP_DIR_OPTION
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=DEFAULT_OUT,
     show_default=True,
     help="Directory that a run would write.",

@@ -9,21 +9,24 @@ from typing import Any
 
 import click
 
+from extractor.bounds import MAX_COUNT, MAX_MOVERS, MAX_TOKENIZER_WORKERS
 from extractor.config import DEFAULT_OUT, DEFAULT_SERVER_URL, DEFAULT_SHARD_BYTES, RunOptions
 from extractor.dry_run import dry_run as dry_run_of
 from extractor.engine import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
 from extractor.errors import UsageError
 from extractor.metrics import DEFAULT_HOST, Metrics, MetricsServer
+from extractor.option_types import AUTO
 from extractor.options import (
     ADDRESS,
-    AUTO,
     BYTES,
     CONCURRENCY,
     DUMP_DIR_OPTION,
     LAST_OPTION,
     LAYERS_OPTION,
+    PATH,
     SERVER_HELP,
     SGLANG_ARGUMENTS,
+    TEXT,
     TOKENIZER_OPTION,
     PassingCommand,
     seconds_option,
@@ -36,10 +39,10 @@ from extractor.terminal import print_json, run_async
 
 
 @click.command("run", cls=PassingCommand)
-@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("prompts", nargs=-1, required=True, type=PATH)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=DEFAULT_OUT,
     show_default=True,
     help="Directory of the data set. An unfinished one is resumed.",
@@ -56,6 +59,7 @@ from extractor.terminal import print_json, run_async
 )
 @click.option(
     "--model",
+    type=TEXT,
     default=None,
     metavar="PATH",
     help="When no server answers, start one with this model and stop it at the end. "
@@ -92,13 +96,13 @@ from extractor.terminal import print_json, run_async
 @click.option(
     "--movers",
     "num_movers",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_MOVERS),
     default=None,
     help="Threads that copy dumps to shards.  [default: a quarter of the cores, 2 to 8]",
 )
 @click.option(
     "--max-attempts",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_COUNT),
     default=4,
     show_default=True,
     help="Requests for one prompt before it is given up.",
@@ -128,7 +132,7 @@ from extractor.terminal import print_json, run_async
 @policy_options
 @click.option(
     "--tokenizer-workers",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_TOKENIZER_WORKERS),
     default=None,
     help="Processes that tokenise; 0 for none.  [default: a quarter of the cores, 1 to 8, for "
     "5,000 rows and more]",
@@ -144,6 +148,7 @@ from extractor.terminal import print_json, run_async
 )
 @click.option(
     "--metrics-host",
+    type=TEXT,
     default=None,
     show_default=DEFAULT_HOST,
     help="The address to serve them at. Whoever reaches it can read them.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -15,7 +14,9 @@ from extractor.options import (
     DUMP_DIR_OPTION,
     LAST_OPTION,
     LAYERS_OPTION,
+    PATH,
     SGLANG_ARGUMENTS,
+    TEXT,
     PassingCommand,
     seconds_option,
 )
@@ -24,8 +25,10 @@ from extractor.terminal import note, run_async
 
 
 @click.command("serve", cls=PassingCommand)
-@click.option("--model", required=True, metavar="PATH", help="Model folder or hub name.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--model", type=TEXT, required=True, metavar="PATH", help="Model folder or hub name.")
+@click.option(
+    "--host", type=TEXT, default="127.0.0.1", show_default=True, help="Address to listen on."
+)
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -50,16 +53,19 @@ from extractor.terminal import note, run_async
     help="multi-gpu: NCCL settings and flags for hosts where the start hangs.",
 )
 @click.option("--ring-bytes", type=BYTES, default=None, help="Staging memory of the plugin.")
-@click.option("--ring-slots", type=int, default=None, help="Parts of the staging memory.")
+@click.option(
+    "--ring-slots", type=click.IntRange(2, 64), default=None, help="Parts of the staging memory."
+)
 @click.option(
     "--writers",
     "num_writers",
-    type=int,
+    type=click.IntRange(1, 64),
     default=None,
     help="Processes of the plugin that write dumps.",
 )
 @click.option(
     "--file-mode",
+    type=TEXT,
     default=None,
     metavar="OCTAL",
     help="Permission bits of dumps, such as 660 for a client of another user.",
@@ -67,7 +73,7 @@ from extractor.terminal import note, run_async
 @click.option(
     "--log",
     "log_path",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=None,
     help="Where the server's output goes.  [default: a temporary file]",
 )

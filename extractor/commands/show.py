@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from extractor.bounds import MAX_COUNT
 from extractor.config import DEFAULT_SERVER_URL, require_url
-from extractor.options import TOKENIZER_OPTION
+from extractor.options import ADDRESS, PATH, TOKENIZER_OPTION
 from extractor.prompt_options import reading_from, reading_options
 from extractor.reading import renderer_for
 from extractor.show import server_tokenizer, show_row
@@ -18,11 +19,11 @@ from prompts.types import BadRow
 
 
 @click.command("show")
-@click.argument("prompts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("prompts", nargs=-1, required=True, type=PATH)
 @click.option(
     "--row",
     "number",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_COUNT),
     default=0,
     show_default=True,
     help="Number of the row over all files, from 0: that of its sample.",
@@ -31,6 +32,7 @@ from prompts.types import BadRow
 @click.option(
     "--server",
     "server_url",
+    type=ADDRESS,
     default=DEFAULT_SERVER_URL,
     show_default=True,
     metavar="URL",

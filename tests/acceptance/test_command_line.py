@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -22,8 +23,10 @@ from helpers import (
     write_prompts,
 )
 
-from acceptance.tool import REPOSITORY, Fake, Tool, fake_server, wait_until
+from acceptance.tool import PATIENCE_S, REPOSITORY, Fake, Tool, fake_server, wait_until
 from extractor.cli import cli, main
+from extractor.option_types import ByteSize, Seconds
+from extractor.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,6 +53,43 @@ def test_an_interrupt_while_the_command_is_still_being_imported_is_130(tmp_path:
     assert told_by("--help") == "interrupted\n"
     told = json.loads(told_by("run", "p.jsonl", "--log-json"))
     assert (told["event"], told["message"], told["exit_status"]) == ("error", "interrupted", 130)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "p.jsonl", "--log-json"]])
+def test_a_signal_while_the_command_is_still_being_imported_is_130(
+    tmp_path: Path, number: signal.Signals, arguments: list[str]
+) -> None:
+    """A module that is never imported to its end stands for slow ones; it swallows exceptions."""
+    (tmp_path / "tqdm.py").write_text(
+        "import signal\n"
+        "print('importing', flush=True)\n"
+        "while True:\n"
+        "    try:\n"
+        "        signal.pause()\n"
+        "    except BaseException:\n"
+        "        pass\n"
+    )
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, "-m", "extractor", *arguments],
+        env={**os.environ, "PYTHONPATH": python_path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    if "--log-json" in arguments:
+        assert json.loads(errors)["message"] == "interrupted"
+    else:
+        assert errors == "interrupted\n"
 
 
 # --- exit codes -------------------------------------------------------------------------------
@@ -154,6 +194,9 @@ def test_findings_are_1(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Pa
         (["run", "p.jsonl", "--server", "http://[::1"], "an IPv6 address in brackets"),
         (["run", "p.jsonl", "--server", "http://host:99999"], "an IPv6 address in brackets"),
         (["run", "p.jsonl", "--server", "http://-x-/"], "an IPv6 address in brackets"),
+        (["run", "p.jsonl", "--request-timeout", "inf"], "--request-timeout"),
+        (["run", "p.jsonl", "--max-tokens", "9" * 20], "--max-tokens"),
+        (["run", "p.jsonl", "--out", ""], "is a shell variable not set?"),
         (["nonsense"], "No such command"),
     ],
     ids=lambda value: "-".join(value[:3]) if isinstance(value, list) else "",
@@ -175,6 +218,51 @@ def test_a_wrong_command_is_2_with_a_message_and_no_traceback(
     assert ended.value.code == 2, shown.err
     assert message in shown.err
     assert shown.out == ""
+
+
+def parameters_of_commands(*kinds: type) -> list[Any]:
+    return [
+        pytest.param(parameter, id=f"{name}-{parameter.name}")
+        for name, command in cli.commands.items()
+        for parameter in command.params
+        if isinstance(parameter.type, kinds)
+    ]
+
+
+def refusal(parameter: click.Parameter, value: str) -> str:
+    """The message for a value that must not be taken."""
+    context = click.Context(cli.commands["run"])
+    with pytest.raises(click.BadParameter) as caught:
+        parameter.type.convert(value, parameter, context)
+    assert caught.value.exit_code == 2
+    return caught.value.format_message()
+
+
+@pytest.mark.parametrize("parameter", parameters_of_commands(click.ParamType))
+def test_no_option_takes_an_empty_value(parameter: click.Parameter) -> None:
+    """As `--out "$UNSET"` gives it: the current directory, or a default that was not meant."""
+    if isinstance(parameter, click.Option) and parameter.is_flag:
+        return
+    context = click.Context(cli.commands["run"])
+    assert refusal(parameter, "").startswith(
+        f"Invalid value for {parameter.get_error_hint(context)}: "
+    )
+
+
+@pytest.mark.parametrize(
+    "parameter", parameters_of_commands(click.IntRange, click.types.IntParamType, ByteSize)
+)
+def test_every_whole_number_has_an_upper_bound(parameter: click.Parameter) -> None:
+    for value in ("9" * 20, "9" * 5000):
+        assert parameter.opts[-1] in refusal(parameter, value)
+
+
+@pytest.mark.parametrize("parameter", parameters_of_commands(Seconds, click.types.FloatParamType))
+def test_every_time_has_an_upper_bound(parameter: click.Parameter) -> None:
+    for value in ("inf", "nan", "1e400", "1e9", "-1", "x"):
+        assert f"{parameter.opts[-1]}': '{value}' is not a number of seconds" in refusal(
+            parameter, value
+        )
 
 
 def test_a_wrong_command_ends_the_process_with_2(tool: Tool) -> None:
@@ -363,6 +451,33 @@ def test_a_signal_before_the_first_prompt_is_130(
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("arguments", "spooled"),
+    [
+        (["run", "--out", "out"], "out/stdin.new"),
+        (["run", "--dry-run", "--tokenizer", "none"], "dry-run-*/stdin.new"),
+        (["show", "--tokenizer", "none"], "show-*/stdin.new"),
+    ],
+    ids=["run", "dry-run", "show"],
+)
+def test_a_signal_ends_a_command_that_waits_for_an_idle_input(
+    tmp_path: Path, tool: Tool, number: signal.Signals, arguments: list[str], spooled: str
+) -> None:
+    tool.environment = {"TMPDIR": str(tmp_path)}
+    process = tool.start(*arguments, "-", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write('{"input_ids": [5, 6, 7]}\n')  # begun, and never ended
+    process.stdin.flush()
+    wait_until(lambda: list(tmp_path.glob(spooled)) != [], what="the input being kept")
+    process.send_signal(number)
+    assert process.wait(PATIENCE_S) == 130  # with the input open all the while
+    _, errors = process.communicate()
+    assert errors.strip().removeprefix("extractor: ") == "interrupted"
+    assert [path.name for path in tmp_path.rglob("stdin*")] == []
 
 
 @pytest.mark.crash

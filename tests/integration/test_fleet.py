@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -350,6 +350,31 @@ async def test_a_server_that_returns_as_another_is_told_of_and_not_used(
     assert ("server_unfit", "warning", first.url) in notes.of_servers
     assert reason in told
     assert ordinals_sent(other_model.requests) == []
+    assert_whole(tmp_path / "out", prompts)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_a_server_that_was_not_used_is_told_from_one_that_never_answered(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path, comes: bool
+) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    unfit = FakeServer(dump_root, model=FakeModel(layout=replace(LAYOUT, dtype="F16")))
+    steady = Waiting(
+        dump_root,
+        after=20,
+        until=lambda: not comes or any("is not used" in note for note in notes.messages),
+    )
+    async with steady.running(), AsyncExitStack() as stack:
+        options = options_of([steady, url], dump_root, path, tmp_path / "out")
+        running = asyncio.create_task(run(options, notes))
+        await steady.has_begun_to_wait.wait()
+        if comes:
+            await stack.enter_async_context(unfit.running(port=int(url.rpartition(":")[2])))
+        summary = await running
+    told = "it was not used" if comes else "it never answered"
+    assert summary.members[1].to_text() == told
+    assert told in summary.to_text(tmp_path)
+    assert ordinals_sent(unfit.requests) == []
     assert_whole(tmp_path / "out", prompts)
 
 

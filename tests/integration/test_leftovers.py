@@ -128,6 +128,23 @@ def test_a_data_set_in_the_dump_directory_is_no_leftover(dump_root: Path) -> Non
     assert find_leftovers(dump_root) == []
 
 
+def test_a_start_that_died_is_removable_where_its_journal_says_so(dump_root: Path) -> None:
+    starting = dump_root / "boot" / "0"
+    starting.mkdir(parents=True)
+    alive = Journal.of(os.getpid(), ())
+    assert alive is not None
+    alive.write(dump_root, "boot")
+    (left,) = find_leftovers(dump_root)
+    assert (left.path, left.is_removable) == (starting, False)
+    assert "by hand, as --clean removes only what is known to be dead" in left.what
+    replace(alive, pid_start_ticks=alive.pid_start_ticks + 1).write(dump_root, "boot")
+    dead, _ = find_leftovers(dump_root)
+    assert (dead.path, dead.is_removable) == (starting, True)
+    assert dead.what == f"of the server {os.getpid()}, which died in its start"
+    remove_leftovers(dump_root)
+    assert list(dump_root.iterdir()) == []
+
+
 @pytest.mark.parametrize("clean", [False, True])
 async def test_doctor_lists_leftovers_and_removes_them_when_asked(
     tmp_path: Path, dump_root: Path, clean: bool

@@ -1252,7 +1252,7 @@ async def test_a_server_without_the_plugin_beside_one_with_it_is_found_out(
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out", dump_root=dump_root)
         port = other.url.rpartition(":")[2]
-        with pytest.raises(PluginError, match=f"is of a server on port {port}: .* has no plugin"):
+        with pytest.raises(BadDumpDir, match=f"is of a server on port {port}: .* has no plugin"):
             await run(options, notes)
         assert ordinals_sent(server.requests) == []
 

@@ -14,6 +14,7 @@ from extractor.errors import Interrupted
 from extractor.signals import (
     STOP_SIGNALS,
     StopHandler,
+    handlers_put_back,
     patience_s,
     stop_on_signals,
     to_its_end,
@@ -89,6 +90,29 @@ async def test_outside_of_a_command_the_handlers_come_off_again() -> None:
     with stop_on_signals(asyncio.Event()):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+async def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = asyncio.Event()
+        with stop_on_signals(stop):
+            await send(signal.SIGHUP)
+            assert not stop.is_set()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_behind_an_event_loop_the_handlers_are_those_of_before() -> None:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with handlers_put_back():
+            asyncio.run(under_signals(asyncio.sleep(0)))
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # --- the time limit after a signal --------------------------------------------------------------

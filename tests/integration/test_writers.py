@@ -113,6 +113,24 @@ def test_the_servers_environment_reveals_its_dump_dir(tmp_path: Path) -> None:
             no_ranks(there, url)
 
 
+async def test_the_only_live_writer_is_not_taken_for_a_server_that_dumps_elsewhere(
+    dump_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken it is where nothing is known of the server, as behind a tunnel."""
+    server = FakeServer(dump_root)
+    async with server.running():
+        seen = scan_writers(dump_root)
+        model = seen.alive[0].ready.model_path
+        url = "http://127.0.0.1:1"
+        monkeypatch.setattr(writers, "_dump_root_of_server", lambda _: "/elsewhere")
+        with pytest.raises(BadDumpDir, match=r"dumps under /elsewhere, not .*Write --dump-dir"):
+            ranks_of(seen, url=url, model_path=model)
+        assert ranks_of(seen, url=server.url, model_path=model) == seen.alive
+        for known in (None, str(dump_root)):
+            monkeypatch.setattr(writers, "_dump_root_of_server", lambda _, known=known: known)
+            assert ranks_of(seen, url=url, model_path=model) == seen.alive
+
+
 async def test_servers_with_the_same_port_are_distinguished_by_address(dump_root: Path) -> None:
     async with FakeServer(dump_root).running(host="::1") as one:
         port = int(one.url.rpartition(":")[2])

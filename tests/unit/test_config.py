@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from helpers import make_identity, make_ready
 
 from extractor.config import Identity, RunOptions
 from extractor.errors import ConfigMismatch, UsageError
+from extractor.policy import Policy
 from extractor.runstate import difference_of
 from manifest.records import Source
 from prompts.inputs import InputFile
@@ -176,6 +178,36 @@ def test_an_identity_is_that_of_the_plugin_and_the_input() -> None:
 def test_an_option_out_of_bounds_is_named(field: str, option: str, value: float) -> None:
     with pytest.raises(UsageError, match=rf"{option} must be >= .*, is {value}"):
         RunOptions(prompts=(Path("p"),), **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "option", "value"),
+    [
+        ("concurrency", "--concurrency", 10**20), ("shard_bytes", "--shard-size", 10**20),
+        ("num_movers", "--movers", 65), ("max_attempts", "--max-attempts", 10**20),
+        ("request_timeout_s", "--request-timeout", math.inf),
+        ("dump_timeout_s", "--dump-timeout", 1e9), ("server_wait_s", "--server-wait", math.inf),
+        ("shm_budget_bytes", "--shm-budget", 10**20),
+        ("tokenizer_workers", "--tokenizer-workers", 257),
+    ],
+)  # fmt: skip
+def test_an_absurdly_large_option_is_named(field: str, option: str, value: float) -> None:
+    with pytest.raises(UsageError, match=rf"{option} must be <= \d+, is"):
+        RunOptions(prompts=(Path("p"),), **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["request_timeout_s", "dump_timeout_s", "server_wait_s"])
+def test_not_a_number_is_no_time(field: str) -> None:
+    option = f"--{field.removesuffix('_s').replace('_', '-')}"
+    with pytest.raises(UsageError, match=rf"{option} must be >= .*, is nan"):
+        RunOptions(prompts=(Path("p"),), **{field: math.nan})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "min_trained"])
+def test_a_number_of_tokens_has_a_bound(field: str) -> None:
+    option = f"--{field.replace('_', '-')}"
+    with pytest.raises(UsageError, match=f"{option} must be <= 2147483647, is 2147483648"):
+        Policy(**{field: 2**31})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("out", ["dumps", "dumps/out", "dumps/../dumps/a/b"])
