@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from hypothesis import settings
 import extractor.server_watch
 import extractor.session
 from extractor.retry import RetryPolicy
+
+# The commands that tests start inherit what `nohup` ignores, and a run respects that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples every time, and no verdict by the speed of the machine.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
