@@ -319,7 +319,7 @@ async def test_a_server_that_returns_is_proven_and_used_again(
     [
         ("dtype: 'BF16' and 'F16'", FakeModel(layout=replace(LAYOUT, dtype="F16"))),
         (f"weights: '{0:032x}' and '{1:032x}'", FakeModel(checkpoint=1)),
-        ("does not compute what", FakeModel(checkpoint=1, fingerprint=0)),
+        ("differ:\n  canary: ", FakeModel(checkpoint=1, fingerprint=0)),
     ],
 )
 async def test_a_server_that_returns_as_another_is_told_of_and_not_used(
