@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import orjson
@@ -41,23 +41,8 @@ def require_rows(path: str) -> None:
 
 def require_fields(path: str, options: ReadingOptions) -> None:
     """Raises `InputError` where no row of the file has the columns that `--field` names."""
-    missing = set(options.fields)
-    names: dict[str, None] = {}
-    with open_container(path) as (container, _):
-        for _, data in container.rows(lambda index: False):
-            if not missing:
-                return
-            assert data is not None
-            try:
-                row = decode_row(data)
-            except RowError:
-                continue
-            missing -= set(row)
-            if len(names) < NUM_ROWS:
-                names |= dict.fromkeys(name[:40] for name in islice(row, MAX_NAMES))
-    if missing:
-        absent = " and ".join(sorted(missing))
-        found = ", ".join(names) or "none"
+    absent, found = _absent([path], options.fields)
+    if absent:
         raise InputError(f"{path}: --field {absent}: no row has such a column; found: {found}")
 
 
@@ -66,32 +51,42 @@ def require_ignored(paths: Sequence[str], options: ReadingOptions) -> None:
 
     A file may lack a column that another has.
     """
-    missing = set(options.ignored_columns)
+    absent, found = _absent(paths, options.ignored_columns, within_columns=True)
+    if absent:
+        where = paths[0] if len(paths) == 1 else f"{len(paths)} files"
+        raise InputError(
+            f"{where}: --ignore-column {absent}: no row has such a column or key; found: {found}"
+        )
+
+
+def _absent(
+    paths: Sequence[str], wanted: Iterable[str], *, within_columns: bool = False
+) -> tuple[str, str]:
+    """The wanted names that no row of the files has, and columns of the first rows, as text.
+
+    The first is empty when all are found, and then no more rows are read. `within_columns`: keys
+    of objects in columns count as well.
+    """
+    missing = set(wanted)
     names: dict[str, None] = {}
     for path in paths:
         if not missing:
-            return
+            break
         with open_container(path) as (container, _):
             for _, data in container.rows(lambda index: False):
                 if not missing:
-                    return
+                    break
                 assert data is not None
                 try:
                     row = decode_row(data)
                 except RowError:
                     continue
                 missing -= row.keys()
-                if missing:
+                if missing and within_columns:
                     missing.difference_update(_keys(row))
                 if len(names) < NUM_ROWS:
                     names |= dict.fromkeys(name[:40] for name in islice(row, MAX_NAMES))
-    if missing:
-        absent = " and ".join(sorted(missing))
-        found = ", ".join(names) or "none"
-        where = paths[0] if len(paths) == 1 else f"{len(paths)} files"
-        raise InputError(
-            f"{where}: --ignore-column {absent}: no row has such a column or key; found: {found}"
-        )
+    return " and ".join(sorted(missing)), ", ".join(names) or "none"
 
 
 def _keys(value: object) -> Iterator[str]:
