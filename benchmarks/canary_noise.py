@@ -5,10 +5,10 @@
 
 Sends the canary of `extractor run` to a running server with the plugin, first while the server is
 idle, then while it processes other prompts, so that the canary shares batches with them. Prints the
-largest error of any state (extractor/canary.py) against a reference: the first canary of this
-server, which --keep writes to a file, or the canary in the file of --against. Use --against with a
-server that was started differently (another attention backend, chunk size or checkpoint) to measure
-the effect.
+largest error of any state (extractor/servers/canary.py) against a reference: the first canary of
+this server, which --keep writes to a file, or the canary in the file of --against. Use --against
+with a server that was started differently (another attention backend, chunk size or checkpoint) to
+measure the effect.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 
 from benchmarks.command import Failed, add_server, command_parser, number_from, run_command
 from benchmarks.load import prefill_s, random_prompts
-from extractor.canary import Comparison, compare, ids_of
-from extractor.client import Client
-from extractor.collector import Collector
-from extractor.config import RunOptions
-from extractor.preflight import Target, require_probe
-from extractor.served import facts_of
-from extractor.targets import require_target
+from extractor.core.config import RunOptions
+from extractor.dumps.collector import Collector
+from extractor.servers.canary import Comparison, compare, ids_of
+from extractor.servers.client import Client
+from extractor.servers.preflight import Target, require_probe
+from extractor.servers.server_facts import facts_of
+from extractor.servers.target import require_target
 
 #: Number of prompts that the server processes together with the canary, and their length in tokens.
 BESIDE = 48

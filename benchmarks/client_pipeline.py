@@ -46,7 +46,7 @@ from benchmarks.command import (
     session_of,
 )
 from benchmarks.generator import VOCAB_SIZE
-from extractor.live import read_live
+from extractor.status.live_file import read_live
 
 #: By then everything is loaded and every queue is full: what comes on top grows with the prompts.
 FIRST_RSS_SAMPLES = 10_000

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from extractor.errors import ExtractorError, Interrupted, MissingExtra, exit_code, first_known
-from extractor.signals import STOP_SIGNALS
+from extractor.core.errors import ExtractorError, Interrupted, MissingExtra, exit_code, first_known
+from extractor.system.signals import STOP_SIGNALS
 
 #: Packages that a benchmark needs and the client does not, and the extra that brings each.
 EXTRAS = {"matplotlib": "bench", "sglang": "server", "torch": "server"}

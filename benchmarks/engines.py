@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.command import Failed
-from extractor.client import Client
-from extractor.collect import Rank
-from extractor.engine import ServeOptions
-from extractor.process import ServerProcess, started
-from extractor.serve import free_port
-from extractor.writers import scan_writers
+from extractor.dumps.discovery import scan_writers
+from extractor.dumps.dump_reader import Rank
+from extractor.servers.client import Client
+from extractor.servers.launcher import free_port
+from extractor.servers.sglang_flags import ServeOptions
+from extractor.system.process_tree import ServerProcess, started
 
 START_TIMEOUT_S = 420.0
 

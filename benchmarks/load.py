@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command import Failed
-from extractor.client import Client
-from extractor.collect import Rank
-from extractor.plan import Request
-from extractor.retry import Failure
-from extractor.writers import scan_writers
+from extractor.core.plan import Request
+from extractor.dispatch.retry import Failure
+from extractor.dumps.discovery import scan_writers
+from extractor.dumps.dump_reader import Rank
+from extractor.servers.client import Client
 from prompts.types import Prompt
 
 

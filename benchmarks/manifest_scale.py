@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from benchmarks.command import command_parser, directory, number_from, run_command
-from extractor.tables import amount, table
+from extractor.core.humanize import amount, table
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Change, Failed, Moved, Planned, Shard, Source, Stored
 from manifest.states import Event, Reason

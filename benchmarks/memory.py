@@ -31,7 +31,7 @@ import psutil
 from benchmarks.command import Failed, add_server, command_parser, number_from, run_command
 from benchmarks.load import prefill_s, random_prompts, serving_ranks
 from benchmarks.sinks import NullSink
-from extractor.collect import Rank
+from extractor.dumps.dump_reader import Rank
 
 #: Of what is dumped between two readings, how much a process may grow: less than any part of a dump
 #: that could be kept by mistake, its header apart.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
-from extractor import append_file
 from extractor.__main__ import main
+from extractor.system import direct_io
 
 
 def _discard(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -20,5 +20,5 @@ def _discard(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 if __name__ == "__main__":
-    vars(append_file)["write_at"] = _discard
+    vars(direct_io)["write_at"] = _discard
     sys.exit(main())

@@ -19,11 +19,11 @@ import orjson
 import psutil
 
 from benchmarks.command import Failed, command_parser, number_from, run_command
-from extractor.admission import Admission
-from extractor.ledger import planned_row
-from extractor.plan import Limits, Refusal
-from extractor.policy import DEFAULT_POLICY
-from extractor.reading import in_thread, prompts_of
+from extractor.core.admission import Admission
+from extractor.core.plan import Limits, Refusal
+from extractor.core.row_policy import DEFAULT_POLICY
+from extractor.dispatch.row_recorder import planned_row
+from extractor.intake.prompt_stream import in_thread, prompts_of
 from manifest.owner import StoreOwner
 from manifest.records import Source
 from prompts.inputs import scan_inputs

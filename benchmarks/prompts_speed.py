@@ -27,8 +27,8 @@ import psutil
 
 from benchmarks.command import command_parser, number_from, run_command
 from prompts.inputs import scan_inputs
-from prompts.options import DEFAULTS
 from prompts.pool import RendererPool
+from prompts.reading_options import DEFAULTS
 from prompts.render import Renderer
 from prompts.stream import raw_rows
 from prompts.types import Prompt

@@ -36,7 +36,7 @@ from benchmarks.command import (
 )
 from benchmarks.load import prompts_for
 from benchmarks.sinks import write_prompts
-from extractor.live import read_live
+from extractor.status.live_file import read_live
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike

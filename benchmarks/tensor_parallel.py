@@ -29,9 +29,9 @@ from benchmarks.engines import Engine, EngineSpec, engines, free_ports
 from benchmarks.load import prefill_s, random_prompts
 from benchmarks.prefill_overhead import Plan, measure, show
 from benchmarks.sinks import extract, run_client, write_prompts
-from extractor.collect import DumpFile, DumpWatcher
-from extractor.shard_format import decode_shard_header
-from manifest.correlate import Piece, Tiling, tile
+from extractor.dumps.correlator import Piece, Tiling, tile
+from extractor.dumps.dump_reader import DumpFile, DumpWatcher
+from extractor.shards.format import decode_shard_header
 from prompts.types import Prompt
 
 ANSWER_TIMEOUT_S = 120.0

@@ -20,7 +20,7 @@ def main() -> NoReturn:
     """The command line. Importing it takes seconds, in which signals end it in order too."""
     try:
         _handle_signals(_end_at_once)
-        from extractor.cli import main as command_line
+        from extractor.cli.main import main as command_line
 
         # From here on there may be something to clean up.
         _handle_signals(signal.default_int_handler)
@@ -40,7 +40,7 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
     """End the process: not by an exception, which an import may take for its own failure."""
     message = "interrupted"
     try:
-        from extractor.log_line import asks_for_objects, log_line
+        from extractor.core.log_line import asks_for_objects, log_line
 
         if asks_for_objects(sys.argv[1:], os.environ):
             message = log_line(message, event="error", level="error", exit_status=INTERRUPTED)

@@ -29,7 +29,7 @@ class ServerStart:
     used_at: str  # ISO 8601, UTC: the time of its canary check
     url: str
     boot_id: str
-    facts: Mapping[str, Any]  # as announced by the server: extractor/served.py
+    facts: Mapping[str, Any]  # as announced by the server: extractor/servers/server_facts.py
     canary_error: float | None  # against the canary before it; None if there was none
     accepted: tuple[str, ...] = ()  # names of facts that the user allowed to change here
 
@@ -130,7 +130,7 @@ class Shard:
     is_sealed: bool
     size_bytes: int  # durable bytes: end of its last sample
     num_samples: int
-    digest: str | None = None  # of a sealed one: see extractor/shard_format.py
+    digest: str | None = None  # of a sealed one: see extractor/shards/format.py
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

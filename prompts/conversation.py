@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import orjson
 
-from prompts.align import Span
-from prompts.mask import Rendering, SpanFinder, answer_start, is_shown, without_thinking
-from prompts.options import ReadingOptions, Thinking, Tools
+from prompts.assistant_spans import Rendering, SpanFinder, answer_start, is_shown, without_thinking
+from prompts.conversation_parser import Conversation, Turn
+from prompts.reading_options import ReadingOptions, Thinking, Tools
 from prompts.thinking import (
     THINK_END,
     THINK_START,
@@ -20,9 +20,9 @@ from prompts.thinking import (
     with_reasoning_inlined,
     without_reasoning,
 )
+from prompts.token_offsets import Span
 from prompts.tokenizer import ChatTokenizer
 from prompts.tools import tool_name
-from prompts.turns import Conversation, Turn
 from prompts.types import Alteration, RowError, RowReason
 
 
@@ -149,7 +149,7 @@ class ConversationReader:
 
         Templates skip roles and tools that they do not know without a word. System turns may be
         moved to the front; a tool's answer may be written as a JSON string. What the assistant
-        says and calls: `prompts.mask`.
+        says and calls: `prompts.assistant_spans`.
         """
         text, form = rendering.text, self._tokenizer.form
         for tool in self._tools:

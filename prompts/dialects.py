@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from prompts.bounds import MAX_EXPANDED_BYTES, OVERSIZED, oversized, parse_json
-from prompts.options import DEFAULTS, ReadingOptions
+from prompts.conversation_parser import CONTENT_KEYS, ROLE_KEYS, ROLES, Conversation, read_turns
+from prompts.reading_options import DEFAULTS, ReadingOptions
+from prompts.token_bound import MAX_EXPANDED_BYTES, OVERSIZED, oversized, parse_json
 from prompts.token_masks import COLUMNS, ID_PAIR, read_tokens
 from prompts.tools import NOTHING
 from prompts.training import check_columns
-from prompts.turns import CONTENT_KEYS, ROLE_KEYS, ROLES, Conversation, read_turns
 from prompts.types import Alteration, RowError, RowReason, kind_of
 
 Row = Mapping[str, Any]

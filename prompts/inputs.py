@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prompts.compression import explained
-from prompts.containers import open_container
+from prompts.formats import open_container
 from prompts.types import InputError
 
 

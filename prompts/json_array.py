@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
-from prompts import bounds
+from prompts import token_bound
 
 _ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 _QUOTE, _COMMA = b'",'
@@ -85,7 +85,7 @@ class _Element:
         if not self._size_bytes:
             part = part.lstrip()
         self._size_bytes += len(part)
-        if self._size_bytes > bounds.MAX_ROW_BYTES:
+        if self._size_bytes > token_bound.MAX_ROW_BYTES:
             self._parts.clear()
         else:
             self._parts.append(part)
@@ -94,8 +94,8 @@ class _Element:
         """Return the element and reset; None if it is only white space."""
         size_bytes, data = self._size_bytes, b"".join(self._parts).rstrip()
         self._parts, self._size_bytes = [], 0
-        if size_bytes > bounds.MAX_ROW_BYTES:
-            return bounds.OVERSIZED
+        if size_bytes > token_bound.MAX_ROW_BYTES:
+            return token_bound.OVERSIZED
         return data or None
 
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import orjson
 
+from prompts.conversation_parser import REASONING_KEYS, Turn
 from prompts.tools import ToolCall
-from prompts.turns import REASONING_KEYS, Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Final
 
-from prompts.bounds import TokenBound
 from prompts.inputs import RawRow
-from prompts.options import ReadingOptions
+from prompts.reading_options import ReadingOptions
 from prompts.render import Renderer
+from prompts.token_bound import TokenBound
 from prompts.types import BadRow, Prompt, TokenizerError
 
 #: What one process gets at a time: enough to make the passing of it cheap, little enough to share.

@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from prompts.align import Encoding, Span, has_split_start, mark_spans
 from prompts.ambient import current_moment
-from prompts.bounds import BYTES_PER_TOKEN, MAX_WHOLE_CHARS, TokenBound
+from prompts.assistant_spans import SpanFinder
 from prompts.conversation import ConversationReader, up_to_answer
+from prompts.conversation_parser import Turn
 from prompts.dialects import Ids, Text, check_parts, decode_row, label_of, read_item
 from prompts.inputs import RawRow
-from prompts.mask import SpanFinder
-from prompts.options import DEFAULTS, ReadingOptions
+from prompts.reading_options import DEFAULTS, ReadingOptions
 from prompts.thinking import THINK_END
+from prompts.token_bound import BYTES_PER_TOKEN, MAX_WHOLE_CHARS, TokenBound
+from prompts.token_offsets import Encoding, Span, has_split_start, mark_spans
 from prompts.tokenizer import ChatTokenizer
-from prompts.turns import Turn
 from prompts.types import Alteration, BadRow, Prompt, RowError, RowReason
 
 NO_BOUND: Final = TokenBound()
@@ -48,7 +48,7 @@ class Renderer:
 
     - A conversation is rendered by the chat template and tokenised once. Where the last turn is not
       the assistant's, the generation prompt follows: the model's states on what it would answer to.
-      The mask is 1 on what the assistant said (see `prompts.mask`).
+      The mask is 1 on what the assistant said (see `prompts.assistant_spans`).
     - A text is tokenised as it is; nothing in it says who wrote what, so its mask is 1 throughout.
     - Ids are taken as they are, with their mask, or with 1 throughout where they have none.
     """

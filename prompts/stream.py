@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 
 from prompts.dialects import count_parts
 from prompts.inputs import CountParts, InputFile, RawRow, read_rows
-from prompts.options import ReadingOptions, Thinking
+from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
 from prompts.types import BadRow, Prompt
 

@@ -2,8 +2,8 @@
 Pure.
 
 Only a block at the start of the content is reasoning. A later `</think>` is text, since an answer
-may mention the tag. Many templates cut the answer there nevertheless, so `prompts.mask` checks that
-the rendering holds the whole answer.
+may mention the tag. Many templates cut the answer there nevertheless, so `prompts.assistant_spans`
+checks that the rendering holds the whole answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from prompts.turns import Turn
+from prompts.conversation_parser import Turn
 
 THINK_START: Final = "<think>"
 THINK_END: Final = "</think>"

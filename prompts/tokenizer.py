@@ -19,9 +19,8 @@ from typing import Any, Final
 import orjson
 import xxhash
 
-from prompts.align import Encoding, Places, Span
 from prompts.ambient import CLOCK, clock_at, current_moment, draws_at_random, reads_clock
-from prompts.bounds import BYTES_PER_TOKEN, MAX_WHOLE_CHARS
+from prompts.conversation_parser import REASONING_KEYS, Turn
 from prompts.messages import (
     PROBE_DEFINITION,
     PROBE_IDS,
@@ -33,7 +32,8 @@ from prompts.messages import (
     probe_turns,
     shows_tool_call,
 )
-from prompts.turns import REASONING_KEYS, Turn
+from prompts.token_bound import BYTES_PER_TOKEN, MAX_WHOLE_CHARS
+from prompts.token_offsets import Encoding, Places, Span
 from prompts.types import RowError, RowReason, TokenizerError
 
 GENERATION_BLOCK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import orjson
 
-from prompts.bounds import parse_json
+from prompts.token_bound import parse_json
 from prompts.types import Alteration, RowError, RowReason, kind_of
 
 #: How data sets write "nothing" where a column must have a value.

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import orjson
 
-from prompts.bounds import parse_json
+from prompts.token_bound import parse_json
 from prompts.tools import NOTHING
 from prompts.types import RowError, RowReason
 

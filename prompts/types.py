@@ -56,7 +56,7 @@ class RowReason(StrEnum):
     RENDER_FAILED = "render_failed"
     #: The assistant turns cannot be located in the rendering with certainty.
     MASK_FAILED = "mask_failed"
-    #: The row exceeds a limit of `prompts.bounds`, or has too many turns to mask.
+    #: The row exceeds a limit of `prompts.token_bound`, or has too many turns to mask.
     ROW_TOO_LARGE = "row_too_large"
     #: Far more tokens than the limit; the row was not tokenised to its end.
     TOO_LONG = "too_long"

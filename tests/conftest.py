@@ -12,9 +12,9 @@ import pytest
 from helpers import Notes
 from hypothesis import settings
 
-import extractor.server_watch
-import extractor.session
-from extractor.retry import RetryPolicy
+import extractor.dispatch.health
+import extractor.pipeline.session
+from extractor.dispatch.retry import RetryPolicy
 
 # The commands that tests start inherit what `nohup` ignores, and a run respects that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -46,8 +46,8 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     def policy(**values: Any) -> RetryPolicy:
         return RetryPolicy(**{**values, **quick})
 
-    monkeypatch.setattr(extractor.session, "RetryPolicy", policy)
-    monkeypatch.setattr(extractor.server_watch, "RetryPolicy", policy)
+    monkeypatch.setattr(extractor.pipeline.session, "RetryPolicy", policy)
+    monkeypatch.setattr(extractor.dispatch.health, "RetryPolicy", policy)
 
 
 @pytest.fixture(scope="session")

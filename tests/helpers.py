@@ -15,11 +15,11 @@ import numpy as np
 import safetensors
 import xxhash
 
-from extractor.audit import audit
-from extractor.config import MANIFEST_NAME, Identity, Layout, RunOptions
-from extractor.measurements import Counters
-from extractor.served import facts_of
-from extractor.testing import FakeServer, fake_states
+from extractor.core.config import MANIFEST_NAME, Identity, Layout, RunOptions
+from extractor.core.counters import Counters
+from extractor.servers.server_facts import facts_of
+from extractor.testing.fake_server import FakeServer, fake_states
+from extractor.verify.audit import audit
 from manifest.records import Row, ServerStart
 from manifest.states import State
 from manifest.store import Store

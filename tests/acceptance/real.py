@@ -15,8 +15,8 @@ import numpy as np
 from helpers import Ids, read_samples, stored_ordinals
 
 from acceptance.tool import Server
-from extractor.config import MANIFEST_NAME
-from extractor.process import descendants
+from extractor.core.config import MANIFEST_NAME
+from extractor.system.process_tree import descendants
 from manifest.errors import ManifestError
 
 CONTEXT_TOKENS = 512

@@ -24,9 +24,9 @@ from helpers import (
 )
 
 from acceptance.tool import PATIENCE_S, REPOSITORY, Fake, Tool, fake_server, wait_until
-from extractor.cli import cli, main
-from extractor.option_types import ByteSize, Seconds
-from extractor.signals import STOP_SIGNALS
+from extractor.cli.main import cli, main
+from extractor.cli.option_types import ByteSize, Seconds
+from extractor.system.signals import STOP_SIGNALS
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,20 +14,20 @@ import pytest
 from helpers import Ids, dumps_under, make_prompts, prompt_of, write_prompts
 
 from acceptance.tool import Server, Tool
-from extractor.client import Client, ServerFacts
-from extractor.collect import DumpPiece
-from extractor.collector import Collector
-from extractor.config import Layout
-from extractor.plan import Limits, Request, dump_bytes, rid_prefix
-from extractor.preflight import (
+from extractor.core.checks import ReplyFacts, check_header, check_ids
+from extractor.core.config import Layout
+from extractor.core.plan import Limits, Request, dump_bytes, rid_prefix
+from extractor.dispatch.retry import Failure
+from extractor.dumps.collector import Collector
+from extractor.dumps.dump_reader import DumpPiece
+from extractor.servers.client import Client, ServerFacts
+from extractor.servers.preflight import (
     Target,
     limits_of,
     require_dump_directory,
     require_plugin,
     require_probe,
 )
-from extractor.retry import Failure
-from extractor.verify import ReplyFacts, check_header, check_ids
 from manifest.states import Reason
 from server_patch.dump_format import Ready
 

@@ -13,8 +13,8 @@ from helpers import dumps_under, make_prompts, write_prompts
 
 from acceptance.real import Real, assert_same, real_server, stored
 from acceptance.tool import Tool, wait_until
-from extractor.errors import ServerGone
-from extractor.serve import free_port
+from extractor.core.errors import ServerGone
+from extractor.servers.launcher import free_port
 
 pytestmark = [pytest.mark.sglang, pytest.mark.crash, pytest.mark.timeout(240)]
 

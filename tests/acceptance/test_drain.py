@@ -16,17 +16,23 @@ import pytest
 from helpers import assert_whole, dumps_under, make_prompts, stored_ordinals, write_prompts
 
 from acceptance.tool import Tool, fake_server, run_arguments, wait_until
-from extractor import client, collector, process, terminal
-from extractor.session import DRAIN_S
-from extractor.signals import END_S
+from extractor.cli import console
+from extractor.dumps import collector
+from extractor.pipeline.session import DRAIN_S
+from extractor.servers import client
+from extractor.system import process_tree
+from extractor.system.signals import END_S
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(120)]
 
 #: `extractor` with short timeouts, and with a disk that hangs at the 4th write to a shard.
 DRIVER = """
 import fcntl, os, sys, threading
-from extractor import client, collector, session, signals
-from extractor.cli import main
+from extractor.servers import client
+from extractor.dumps import collector
+from extractor.pipeline import session
+from extractor.system import signals
+from extractor.cli.main import main
 
 signals.END_S, session.DRAIN_S, client.ABORT_TIMEOUT_S = {end_s}, 0.3, 0.3
 collector.LATE_DUMPS_S = 0.3
@@ -67,11 +73,11 @@ def start(tool: Tool, *arguments: object, stuck: bool, end_s: float) -> subproce
 
 
 def test_the_steps_after_a_signal_add_up_to_less_than_20_seconds() -> None:
-    assert END_S + terminal.TELL_S < 20
+    assert END_S + console.TELL_S < 20
     # Requests in flight, aborts to a silent server, and late dumps; then the last writes of
     # manifest and shards, or killing our own server.
     orderly = DRAIN_S + client.ABORT_TIMEOUT_S + collector.LATE_DUMPS_S
-    assert orderly + process.KILL_S <= END_S
+    assert orderly + process_tree.KILL_S <= END_S
 
 
 def test_a_hanging_disk_does_not_delay_the_end_of_a_run(

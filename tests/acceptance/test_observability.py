@@ -19,8 +19,8 @@ import pytest
 from helpers import make_prompts, write_prompts
 
 from acceptance.tool import Fake, Tool, fake_server, wait_until
-from extractor.live import read_live
-from extractor.status import read_status
+from extractor.status.live_file import read_live
+from extractor.status.overview import read_status
 from manifest.states import State
 
 pytestmark = pytest.mark.timeout(120)

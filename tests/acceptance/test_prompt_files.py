@@ -22,7 +22,7 @@ from templates import QWEN3, tokenizer_for
 from acceptance.tool import Fake, Server, Tool, wait_until
 from manifest.states import State
 from prompts.inputs import RawRow
-from prompts.options import ReadingOptions, Thinking
+from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
 from prompts.types import Prompt
 

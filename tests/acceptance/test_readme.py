@@ -14,7 +14,7 @@ import pytest
 from helpers import make_prompts, write_prompts
 
 from acceptance.tool import REPOSITORY, Fake, Tool, fake_server
-from extractor.cli import cli
+from extractor.cli.main import cli
 
 README = (REPOSITORY / "README.md").read_text()
 

@@ -1,7 +1,7 @@
 """One case's surroundings: prompts, a fake server, an output directory, and the command line.
 
 Every command is a process of its own, forked from one that has the product imported already (a
-hundredth of the time of a new interpreter), and runs `extractor.cli.main` with its arguments.
+hundredth of the time of a new interpreter), and runs `extractor.cli.main.main` with its arguments.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Any
 
 from helpers import dumps_under, make_prompts, read_samples, rows_of, write_prompts
 
-import extractor.cli
-import extractor.server_watch
-import extractor.session
-from extractor.retry import RetryPolicy
-from extractor.testing import FakeServer, FaultPlan, no_faults
+import extractor.cli.main
+import extractor.dispatch.health
+import extractor.pipeline.session
+from extractor.dispatch.retry import RetryPolicy
+from extractor.testing.fake_server import FakeServer, FaultPlan, no_faults
 from faults.steps import Fault, install, set_constants
 
 _FORK = multiprocessing.get_context("fork")
@@ -46,9 +46,9 @@ MOST_IN_FLIGHT = 2 * CONCURRENCY + 1
 #: to one mover; the harder case is that of dumps that wait in their files, of prompts that wait
 #: for those before them, and of several open shards.
 AS_IF_LARGE = {
-    "extractor.collector.WHOLE_BYTES": 0,
-    "extractor.places.LIGHT_BYTES": 0,
-    "extractor.mover.UNDIVIDED_BYTES": 0,
+    "extractor.dumps.collector.WHOLE_BYTES": 0,
+    "extractor.dispatch.places.LIGHT_BYTES": 0,
+    "extractor.shards.mover.UNDIVIDED_BYTES": 0,
 }
 _CLONE_NEWNS = 0x20000
 
@@ -199,11 +199,11 @@ class Arena:
                           else signal.SIG_DFL)  # fmt: skip
         sys.argv = ["extractor", *map(str, words)]
         # Retries without the usual seconds in between.
-        for module in (extractor.session, extractor.server_watch):
+        for module in (extractor.pipeline.session, extractor.dispatch.health):
             module.RetryPolicy = quick_retries  # type: ignore[attr-defined]
         set_constants({**AS_IF_LARGE, **constants})
         install(plan, place / "trace", self.server.pid if self.server and self.server.pid else 0)
-        extractor.cli.main()
+        extractor.cli.main.main()
 
     def end(self, started: tuple[BaseProcess, Path]) -> Ended:
         """Wait for a command."""

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from extractor.testing import Fault as ServerFault
+from extractor.testing.fake_server import Fault as ServerFault
 from faults.arena import Arena
 from faults.cases import Case, must_end, resume
 from faults.steps import WRITING, Fault
 
 #: A disk of a few kilobytes is as good as any here.
-SMALL_IS_ENOUGH = {"extractor.preflight.LEAST_FREE_BYTES": 0}
+SMALL_IS_ENOUGH = {"extractor.servers.preflight.LEAST_FREE_BYTES": 0}
 AMPLE_BYTES = 256 << 20
 #: What the operating system may say to a write, and what the command must end with then.
 ERRORS = {"ENOSPC": 4, "EDQUOT": 4, "EIO": 4, "ESTALE": 4, "EROFS": 2, "EFBIG": 2, "EPROTO": 2}
@@ -108,7 +108,7 @@ def shm_fills(nth: int, arena: Arena, undisturbed: dict[int, str]) -> None:
 
     arena.start_server(faults=fill)
     ended = arena.run(
-        "--dump-timeout", 0.2, constants={"extractor.server_watch.SPACE_PATIENCE_S": 0.3}
+        "--dump-timeout", 0.2, constants={"extractor.dispatch.health.SPACE_PATIENCE_S": 0.3}
     )
     assert ended.code == 4, ended
     assert str(arena.root) in ended.stderr, ended

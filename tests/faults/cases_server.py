@@ -9,17 +9,17 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
-from extractor.testing import Fault as ServerFault
-from extractor.testing import FaultPlan
+from extractor.testing.fake_server import Fault as ServerFault
+from extractor.testing.fake_server import FaultPlan
 from faults.arena import Arena
 from faults.cases import SEED, Case, must_end, resume
 from faults.steps import Fault
 
 HURRY = {
-    "extractor.server_watch.GONE_AFTER_S": 0.4,
-    "extractor.server_watch.USELESS_AFTER_S": 0.4,
-    "extractor.server_watch.TRIAL_AFTER_S": 0.1,
-    "extractor.server_watch.ALIVE_INTERVAL_S": 0.02,
+    "extractor.dispatch.health.GONE_AFTER_S": 0.4,
+    "extractor.dispatch.health.USELESS_AFTER_S": 0.4,
+    "extractor.dispatch.health.TRIAL_AFTER_S": 0.1,
+    "extractor.dispatch.health.ALIVE_INTERVAL_S": 0.02,
 }
 SHORT_TIMEOUTS = ("--request-timeout", 0.4, "--dump-timeout", 0.4)
 #: What a server may do to a request without the row being lost.

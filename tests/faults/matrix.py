@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from extractor.tables import table
+from extractor.core.humanize import table
 from faults.arena import Arena, undisturbed_digests
 from faults.cases import Case, all_cases
 

@@ -272,8 +272,8 @@ def _wrap_method(owner: type, method: str, step: str, steps: Steps) -> None:
 
 
 def _wrap_rest(steps: Steps) -> None:
-    import extractor.collect
-    from extractor.client import Client
+    import extractor.dumps.dump_reader
+    from extractor.servers.client import Client
     from server_patch.dump_format import read_beginning
 
     generate, flock = Client.generate, fcntl.flock
@@ -290,7 +290,7 @@ def _wrap_rest(steps: Steps) -> None:
         with steps.at("lock"):
             flock(descriptor, operation)
 
-    _put(extractor.collect, "read_beginning", seen)
+    _put(extractor.dumps.dump_reader, "read_beginning", seen)
     _put(Client, "generate", send)
     _put(fcntl, "flock", lock)
 

@@ -21,20 +21,20 @@ from typing import Any
 import orjson
 from helpers import Notes, make_prompts, options_for
 
-from extractor.audit import audit
-from extractor.config import MANIFEST_NAME, RunOptions
-from extractor.dashboard import line, page
-from extractor.errors import ExtractorError
-from extractor.findings import Audit
-from extractor.live import LIVE_NAME
-from extractor.measurements import Counters, ServerNow
-from extractor.policy import OnDuplicate, OnTooLong, Policy
-from extractor.repair import Repair, audit_and_repair
-from extractor.report import session_document
-from extractor.run import run
-from extractor.status import failed_table, read_status
-from extractor.testing import FakeServer
-from extractor.watch import Watcher
+from extractor.core.config import MANIFEST_NAME, RunOptions
+from extractor.core.counters import Counters, ServerNow
+from extractor.core.errors import ExtractorError
+from extractor.core.row_policy import OnDuplicate, OnTooLong, Policy
+from extractor.pipeline.run import run
+from extractor.status.live_file import LIVE_NAME
+from extractor.status.overview import failed_table, read_status
+from extractor.status.page import line, page
+from extractor.status.report import session_document
+from extractor.status.watcher import Watcher
+from extractor.testing.fake_server import FakeServer
+from extractor.verify.audit import audit
+from extractor.verify.findings import Audit
+from extractor.verify.repair import Repair, audit_and_repair
 from manifest.decoding import IDENTITY_COLUMNS, PROMPT_COLUMNS, SOURCE_COLUMNS, row_checksum
 from manifest.errors import ManifestError
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extractor import append_file
-from extractor.append_file import ALIGNMENT, BUFFER_BYTES, DIRECT_FILE_SYSTEMS, AppendFile
-from extractor.files import file_system_type
+from extractor.system import direct_io
+from extractor.system.direct_io import ALIGNMENT, BUFFER_BYTES, DIRECT_FILE_SYSTEMS, AppendFile
+from extractor.system.files import file_system_type
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -132,7 +132,7 @@ def test_what_cannot_be_written_is_kept_and_can_be_written_later(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(append_file, "write_at", full)
+        patch.setattr(direct_io, "write_at", full)
         with pytest.raises(OSError, match="No space"):
             file.sync()
     file.sync()

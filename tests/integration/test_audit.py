@@ -17,11 +17,11 @@ import xxhash
 from helpers import Notes, assert_whole, make_prompts, options_for, rows_of, write_prompts
 from hostile.damage import recompute_checksums
 
-from extractor.audit import audit
-from extractor.findings import FindingKind
-from extractor.lock import LOCK_NAME, writer_of
-from extractor.run import run
-from extractor.testing import FakeServer
+from extractor.pipeline.run import run
+from extractor.system.lock import LOCK_NAME, writer_of
+from extractor.testing.fake_server import FakeServer
+from extractor.verify.audit import audit
+from extractor.verify.findings import FindingKind
 from manifest.batches import count_again
 from manifest.errors import ManifestMissing
 from manifest.records import Row
@@ -378,7 +378,7 @@ def test_progress_counts_every_sample(out: Path) -> None:
 _HOLD = """
 import sys
 from pathlib import Path
-from extractor.lock import exclusive
+from extractor.system.lock import exclusive
 with exclusive(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

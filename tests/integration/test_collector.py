@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from helpers import dumps_under, make_ready
 
-import extractor.collect
-import extractor.directory_watch
-from extractor.collect import Arrival, BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
-from extractor.collector import Collector
-from extractor.errors import PluginError
-from extractor.retry import Failure
-from extractor.testing import FakeServer, Fault
+import extractor.dumps.dump_reader
+import extractor.system.inotify
+from extractor.core.errors import PluginError
+from extractor.dispatch.retry import Failure
+from extractor.dumps.collector import Collector
+from extractor.dumps.dump_reader import Arrival, BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
+from extractor.testing.fake_server import FakeServer, Fault
 from manifest.states import Reason
 from server_patch.dump_format import DumpFormatError, ErrorRecord, encode_error, read_header
 
@@ -96,7 +96,9 @@ async def test_files_of_other_runs_are_not_reported_and_not_opened_again(
     server.dump(RID, ids(3))
     assert len(DumpWatcher([rank], rid_prefix="xtr-run-").poll()) == 1
     assert sorted(rank.others.values(), key=str) == [None, "other", "other"]
-    monkeypatch.setattr(extractor.collect, "_read", lambda path, whole_bytes: opened.append(path))
+    monkeypatch.setattr(
+        extractor.dumps.dump_reader, "_read", lambda path, whole_bytes: opened.append(path)
+    )
     opened: list[Path] = []
     DumpWatcher([rank], rid_prefix="xtr-run-").poll()
     DumpWatcher([rank], rid_prefix=RID).poll()
@@ -111,8 +113,8 @@ async def test_files_of_other_runs_are_not_reported_and_not_opened_again(
 async def test_names_of_removed_files_of_other_runs_are_forgotten(
     server: FakeServer, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.collect, "MAX_STALE_NAMES", 2)
-    monkeypatch.setattr(extractor.directory_watch, "LISTING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(extractor.dumps.dump_reader, "MAX_STALE_NAMES", 2)
+    monkeypatch.setattr(extractor.system.inotify, "LISTING_INTERVAL_S", 0.0)
     watcher = DumpWatcher([rank], rid_prefix="xtr-run-")
     for number in range(5):
         server.dump(f"xtr-other-session-{number}-1", ids(3))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
 
-from extractor.client import Client, wait_until_answering
-from extractor.connection import CERTIFICATES_VARIABLE
-from extractor.errors import BadAddress, ServerUnreachable, UsageError
-from extractor.run import run
-from extractor.serve import free_port
-from extractor.testing import FakeServer
+from extractor.core.errors import BadAddress, ServerUnreachable, UsageError
+from extractor.pipeline.run import run
+from extractor.servers.client import Client, wait_until_answering
+from extractor.servers.connection_errors import CERTIFICATES_VARIABLE
+from extractor.servers.launcher import free_port
+from extractor.testing.fake_server import FakeServer
 
 
 def server_side(certificate: Path) -> ssl.SSLContext:

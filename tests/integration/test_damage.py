@@ -23,13 +23,13 @@ from hostile.damage import (
     verdict_on,
 )
 
-from extractor.audit import audit
-from extractor.cli import cli
-from extractor.config import MANIFEST_NAME
-from extractor.findings import MAX_FINDINGS, Audit, FindingKind
-from extractor.live import LIVE_NAME
-from extractor.repair import audit_and_repair
-from extractor.testing import FakeServer
+from extractor.cli.main import cli
+from extractor.core.config import MANIFEST_NAME
+from extractor.status.live_file import LIVE_NAME
+from extractor.testing.fake_server import FakeServer
+from extractor.verify.audit import audit
+from extractor.verify.findings import MAX_FINDINGS, Audit, FindingKind
+from extractor.verify.repair import audit_and_repair
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 PER_TEST = 500

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from inotify_simple import flags
 
-from extractor import directory_watch
-from extractor.directory_watch import DirectoryWatch
+from extractor.system import inotify
+from extractor.system.inotify import DirectoryWatch
 
 
 @pytest.fixture(params=["told", "listed"])
@@ -22,7 +22,7 @@ def is_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     is_told = bool(request.param == "told")
     if not is_told:
-        monkeypatch.setattr(directory_watch, "INotify", no_instance)
+        monkeypatch.setattr(inotify, "INotify", no_instance)
     return is_told
 
 
@@ -94,7 +94,7 @@ def test_what_the_kernel_does_not_tell_is_listed_later(
     assert watcher.poll() == []
     (tmp_path / "1.dump").write_bytes(b"written in place")
     assert watcher.poll() == []
-    monkeypatch.setattr(directory_watch, "LISTING_INTERVAL_S", 0.0)
+    monkeypatch.setattr(inotify, "LISTING_INTERVAL_S", 0.0)
     assert watcher.poll() == [(tmp_path, "1.dump")]
     assert watcher.poll() == []
 
@@ -105,8 +105,8 @@ def test_a_listing_that_takes_long_is_made_less_often(
     watcher = watch(tmp_path)
     assert watcher.poll() == []
     (tmp_path / "1.dump").write_bytes(b"written in place")
-    monkeypatch.setattr(directory_watch, "LISTING_INTERVAL_S", 1e-9)
-    watcher._listing_s = 1e12 * directory_watch.LISTING_COST_S
+    monkeypatch.setattr(inotify, "LISTING_INTERVAL_S", 1e-9)
+    watcher._listing_s = 1e12 * inotify.LISTING_COST_S
     assert watcher.poll() == []
     publish(tmp_path, "2.dump")
     assert watcher.poll() == [(tmp_path, "2.dump")]  # reported by inotify
@@ -126,7 +126,7 @@ async def test_without_inotify_listings_take_a_limited_share_of_the_time(
     monkeypatch.setattr(asyncio, "sleep", sleep)
     for watcher._listing_s in (0.0, 0.5):
         await watcher.wait()
-    assert pauses == [directory_watch.IDLE_INTERVAL_S, 0.5 * directory_watch.LISTING_PAUSES]
+    assert pauses == [inotify.IDLE_INTERVAL_S, 0.5 * inotify.LISTING_PAUSES]
 
 
 def test_report_again_repeats_all_names_except_skipped_ones(tmp_path: Path, is_told: bool) -> None:

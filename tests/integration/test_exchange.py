@@ -7,14 +7,14 @@ from pathlib import Path
 
 from helpers import LAYOUT, Notes, make_prompts, options_for, prompt_of, write_prompts
 
-from extractor.client import Client
-from extractor.concurrency import Fixed
-from extractor.exchange import Exchange
-from extractor.measurements import Counters
-from extractor.retry import Failure
-from extractor.targets import require_target
-from extractor.testing import FakeServer, Fault
-from extractor.turns import Turns
+from extractor.core.counters import Counters
+from extractor.dispatch.connection import Exchange
+from extractor.dispatch.limiter import Fixed
+from extractor.dispatch.retry import Failure
+from extractor.dispatch.scheduler import Turns
+from extractor.servers.client import Client
+from extractor.servers.target import require_target
+from extractor.testing.fake_server import FakeServer, Fault
 from manifest.owner import StoreOwner
 from manifest.records import Planned, Source
 

@@ -26,11 +26,12 @@ from helpers import (
     write_prompts,
 )
 
-import extractor.fleet
-import extractor.server_watch
-import extractor.session
-from extractor.config import RunOptions
-from extractor.errors import (
+import extractor.dispatch.health
+import extractor.dispatch.server_pool
+import extractor.pipeline.session
+from extractor.core.config import RunOptions
+from extractor.core.counters import Counters, ServerNow
+from extractor.core.errors import (
     ConfigMismatch,
     PluginError,
     ServerGone,
@@ -39,11 +40,10 @@ from extractor.errors import (
     UsageError,
     first_known,
 )
-from extractor.fleet import connections_each, require_connections
-from extractor.measurements import Counters, ServerNow
-from extractor.run import RunSummary, run
-from extractor.serve import free_port
-from extractor.testing import FakeModel, FakeServer, Fault, faults_once
+from extractor.dispatch.server_pool import connections_each, require_connections
+from extractor.pipeline.run import RunSummary, run
+from extractor.servers.launcher import free_port
+from extractor.testing.fake_server import FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
 
 #: So that a server has not answered everything before it is killed.
@@ -54,8 +54,8 @@ pytestmark = pytest.mark.usefixtures("quick_retries", "quick_returns")
 
 @pytest.fixture
 def quick_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extractor.fleet, "RETURN_PAUSE_S", 0.02)
-    monkeypatch.setattr(extractor.server_watch, "ALIVE_INTERVAL_S", 0.02)
+    monkeypatch.setattr(extractor.dispatch.server_pool, "RETURN_PAUSE_S", 0.02)
+    monkeypatch.setattr(extractor.dispatch.health, "ALIVE_INTERVAL_S", 0.02)
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ async def test_a_server_that_returns_is_proven_and_used_again(
     prompts: list[Ids],
     path: Path,
 ) -> None:
-    monkeypatch.setattr(extractor.session, "REPORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(extractor.pipeline.session, "REPORT_INTERVAL_S", 0.01)
     seen: list[tuple[ServerNow, ...]] = []
 
     class Watching(Notes):
@@ -412,8 +412,8 @@ async def test_a_server_that_serves_nothing_any_more_costs_no_row(
     path: Path,
 ) -> None:
     """It answers, but only with refusals; what it still had under way is broken off."""
-    monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.05)
-    monkeypatch.setattr(extractor.server_watch, "USELESS_AFTER_S", 0.2)
+    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.05)
+    monkeypatch.setattr(extractor.dispatch.health, "USELESS_AFTER_S", 0.2)
 
     def busy(number: int, rid: str) -> Fault | None:
         if number == 11:
@@ -447,7 +447,7 @@ class Draining(FakeServer):
 
 @pytest.fixture
 def quick_drains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extractor.server_watch, "DRAIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr(extractor.dispatch.health, "DRAIN_INTERVAL_S", 0.01)
 
 
 def told_to_stop(notes: Notes) -> bool:
@@ -498,7 +498,7 @@ async def test_a_server_that_is_not_stopped_after_all_is_used_again(
 async def test_a_server_that_is_being_stopped_and_never_ends_is_given_up(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:
-    monkeypatch.setattr(extractor.server_watch, "USELESS_AFTER_S", 0.1)
+    monkeypatch.setattr(extractor.dispatch.health, "USELESS_AFTER_S", 0.1)
     server = Draining(dump_root, delay_s=0.02)
     async with server.running():
         error = await ends_with(run(options_of([server], dump_root, path, tmp_path / "out"), notes))
@@ -519,11 +519,13 @@ async def test_no_prompt_is_blamed_for_the_end_of_a_server_that_was_stopped(
     ending = Draining(dump_root, faults=faults_once({5: Fault.SILENT}))
     steady = Waiting(dump_root, after=30, until=lambda: told_to_stop(notes))
     monkeypatch.setattr(
-        extractor.server_watch,
+        extractor.dispatch.health,
         "is_alive",
         lambda ready: ready.boot_id != ending.boot_id or not told_to_stop(notes),
     )
-    monkeypatch.setattr(extractor.fleet, "is_convicted", lambda **facts: pytest.fail(str(facts)))
+    monkeypatch.setattr(
+        extractor.dispatch.server_pool, "is_convicted", lambda **facts: pytest.fail(str(facts))
+    )
     async with ending.running(), steady.running():
         await run(options_of([ending, steady], dump_root, path, tmp_path / "out"), notes)
     assert any("was stopped: its process" in message for message in notes.messages)
@@ -561,7 +563,7 @@ async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
     prompts: list[Ids],
     path: Path,
 ) -> None:
-    monkeypatch.setattr(extractor.session, "REPORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(extractor.pipeline.session, "REPORT_INTERVAL_S", 0.01)
     seen: list[tuple[ServerNow, ...]] = []
     some_are_stored = asyncio.Event()
 

@@ -11,14 +11,14 @@ from aiohttp import web
 from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
 from hostile.make import HERE, REASONS, files
 
-from extractor.audit import audit
-from extractor.client import API_KEY_VARIABLE
-from extractor.collect import BrokenFile, DumpWatcher, Rank
-from extractor.config import RunOptions
-from extractor.errors import ExtractorError, ServerError, UsageError
-from extractor.repair import audit_and_repair
-from extractor.run import run
-from extractor.testing import FakeServer
+from extractor.core.config import RunOptions
+from extractor.core.errors import ExtractorError, ServerError, UsageError
+from extractor.dumps.dump_reader import BrokenFile, DumpWatcher, Rank
+from extractor.pipeline.run import run
+from extractor.servers.client import API_KEY_VARIABLE
+from extractor.testing.fake_server import FakeServer
+from extractor.verify.audit import audit
+from extractor.verify.repair import audit_and_repair
 from manifest.states import State
 from server_patch.dump_format import READY_NAME, DumpFormatError, decode_ready, read_header
 

@@ -13,12 +13,12 @@ import numpy.typing as npt
 import pytest
 from helpers import Notes, dumps_under, make_prompts, options_for, write_prompts
 
-import extractor.server_watch
-from extractor.client import Client
-from extractor.plan import PROBE_SESSION
-from extractor.preflight import Target, require_plugin, require_probe
-from extractor.run import run
-from extractor.testing import FakeServer, Fault, FaultPlan, no_faults
+import extractor.dispatch.health
+from extractor.core.plan import PROBE_SESSION
+from extractor.pipeline.run import run
+from extractor.servers.client import Client
+from extractor.servers.preflight import Target, require_plugin, require_probe
+from extractor.testing.fake_server import FakeServer, Fault, FaultPlan, no_faults
 from manifest.states import Reason
 
 
@@ -95,7 +95,7 @@ async def test_of_a_prompt_that_was_answered(dump_root: Path, tmp_path: Path, no
 async def test_of_a_probe_that_asks_whether_the_server_serves_again(
     dump_root: Path, tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.0)
+    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.0)
     path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
     server = LateServer(
         dump_root,

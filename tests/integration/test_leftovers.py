@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extractor.doctor import examine
-from extractor.leftovers import (
+from extractor.servers.cleanup import (
     Journal,
     find_leftovers,
     find_waiting,
     remove_leftovers,
     remove_useless,
 )
-from extractor.testing import FakeServer
+from extractor.servers.doctor import examine
+from extractor.testing.fake_server import FakeServer
 from server_patch.dump_format import READY_NAME, decode_ready, encode_ready
 
 

@@ -17,19 +17,19 @@ from helpers import Notes, make_prompts, options_for, write_prompts
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, RenderableType
 
-import extractor.live
-import extractor.watch
-from extractor.dashboard import line, page
-from extractor.errors import MissingExtra, OutputBusy, UsageError
-from extractor.live import LIVE_NAME, LiveFile, live_problem, read_live
-from extractor.lock import LOCK_NAME, exclusive, writer_of
-from extractor.measurements import Counters, ServerNow, Stage
-from extractor.metrics import Metrics, MetricsServer
-from extractor.report import session_document
-from extractor.run import run
-from extractor.status import read_status
-from extractor.testing import FakeServer
-from extractor.watch import Begun, Look, Watcher, watch
+import extractor.status.live_file
+import extractor.status.watcher
+from extractor.core.counters import Counters, ServerNow, Stage
+from extractor.core.errors import MissingExtra, OutputBusy, UsageError
+from extractor.pipeline.run import run
+from extractor.status.live_file import LIVE_NAME, LiveFile, live_problem, read_live
+from extractor.status.overview import read_status
+from extractor.status.page import line, page
+from extractor.status.prometheus import Metrics, MetricsServer
+from extractor.status.report import session_document
+from extractor.status.watcher import Begun, Look, Watcher, watch
+from extractor.system.lock import LOCK_NAME, exclusive, writer_of
+from extractor.testing.fake_server import FakeServer
 from manifest.errors import ManifestMissing
 from manifest.states import Reason, State
 
@@ -132,7 +132,7 @@ def test_a_process_that_cannot_be_seen_is_believed_for_half_a_minute(tmp_path: P
     }  # fmt: skip
     (tmp_path / LIVE_NAME).write_text(json.dumps(document))
     assert read_live(tmp_path) is not None
-    old = {**document, "written_at": time.time() - extractor.live.STALE_S - 1}
+    old = {**document, "written_at": time.time() - extractor.status.live_file.STALE_S - 1}
     (tmp_path / LIVE_NAME).write_text(json.dumps(old))
     assert read_live(tmp_path) is None
 
@@ -198,10 +198,11 @@ async def test_a_run_is_watched_from_its_first_prompt_to_its_end(
     """Looks are taken at each report of the run, which is of this process: the lock's holder is
     taken for another one here."""
     monkeypatch.setattr(
-        "extractor.watch.writer_of", lambda out: 17 if (out / LOCK_NAME).read_text() else None
+        "extractor.status.watcher.writer_of",
+        lambda out: 17 if (out / LOCK_NAME).read_text() else None,
     )
-    monkeypatch.setattr("extractor.session.REPORT_INTERVAL_S", 0.01)
-    monkeypatch.setattr("extractor.live.INTERVAL_S", 0.0)
+    monkeypatch.setattr("extractor.pipeline.session.REPORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr("extractor.status.live_file.INTERVAL_S", 0.0)
     out = tmp_path / "out"
     prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(60))
     prompts.write_text(prompts.read_text() + "nonsense\n")
@@ -234,7 +235,7 @@ async def test_a_run_that_waits_for_its_server_is_not_shown_at_work(
     prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
     async with FakeServer(dump_root).running() as server:
         await run(options_for(server, prompts, out), notes)
-    monkeypatch.setattr("extractor.watch.writer_of", lambda out: 17)
+    monkeypatch.setattr("extractor.status.watcher.writer_of", lambda out: 17)
     watcher = Watcher(out)
     file = LiveFile(out)
     file.update(some_counters())
@@ -251,7 +252,7 @@ def test_where_nothing_runs_it_is_waited_for_a_while(tmp_path: Path) -> None:
     clock = Clock()
     with pytest.raises(ManifestMissing):
         watch(tmp_path, lambda look: None, interval_s=1.0, sleep=clock.sleep, clock=clock)
-    assert clock.now - 100.0 == extractor.watch.PATIENCE_S
+    assert clock.now - 100.0 == extractor.status.watcher.PATIENCE_S
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -265,13 +266,13 @@ async def test_an_unfinished_run_may_be_about_to_go_on(
         await run(options_for(server, prompts, out), notes)
     monkeypatch.setattr(Begun, "num_left", 3)
     writers = iter([None, None, *([17] if comes else []), *[None] * 9])
-    monkeypatch.setattr("extractor.watch.writer_of", lambda out: next(writers))
+    monkeypatch.setattr("extractor.status.watcher.writer_of", lambda out: next(writers))
     watch(
         out, lambda look: shown.append(line(look)), interval_s=30.0, sleep=clock.sleep, clock=clock
     )
     assert shown[-1].endswith("; the run ended unfinished (3 rows left); the same command goes on")
     assert [("process 17" in one) for one in shown] == ([True, False] if comes else [False])
-    assert clock.now - 100.0 == (3 if comes else extractor.watch.PATIENCE_S)
+    assert clock.now - 100.0 == (3 if comes else extractor.status.watcher.PATIENCE_S)
 
 
 async def test_a_finished_run_is_shown_once(dump_root: Path, tmp_path: Path, notes: Notes) -> None:
@@ -296,13 +297,13 @@ def test_a_run_that_only_starts_is_waited_for(
 ) -> None:
     """No manifest yet, but the lock is held; then the process goes and nothing was begun."""
     writers = iter([17, 17, None])
-    monkeypatch.setattr("extractor.watch.writer_of", lambda out: next(writers))
+    monkeypatch.setattr("extractor.status.watcher.writer_of", lambda out: next(writers))
     shown: list[str] = []
     pauses: list[float] = []
     with pytest.raises(ManifestMissing):
         watch(tmp_path, lambda look: shown.append(line(look)), interval_s=0.0, sleep=pauses.append)
     assert shown == [f"{tmp_path}: process 17 is starting"] * 2
-    assert pauses == [extractor.watch.LOOK_INTERVAL_S] * 2
+    assert pauses == [extractor.status.watcher.LOOK_INTERVAL_S] * 2
 
 
 def test_an_end_is_shown_at_once_and_other_looks_at_intervals(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import make_identity, make_prompts, prompt_of
 
-from extractor.mover import Mover
-from extractor.shards import ShardSettings, ShardWriter
+from extractor.shards.mover import Mover
+from extractor.shards.writer import ShardSettings, ShardWriter
 from integration.test_shards import Dumps
 from manifest.owner import StoreOwner
 from manifest.records import Change, Moved, Planned, Source

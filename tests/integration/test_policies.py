@@ -19,13 +19,13 @@ from helpers import (
 )
 from templates import QWEN3, tokenizer_for
 
-from extractor.errors import ConfigMismatch, first_known
-from extractor.policy import OnBadRow, OnDuplicate, OnTooLong, Policy
-from extractor.run import run
-from extractor.testing import FakeServer
+from extractor.core.errors import ConfigMismatch, first_known
+from extractor.core.row_policy import OnBadRow, OnDuplicate, OnTooLong, Policy
+from extractor.pipeline.run import run
+from extractor.testing.fake_server import FakeServer
 from manifest.states import Reason, State
 from prompts.inputs import RawRow
-from prompts.options import ReadingOptions, Thinking
+from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
 from prompts.types import BadRow, Prompt
 
@@ -122,7 +122,7 @@ async def test_other_wishes_for_a_begun_data_set_are_refused_by_name_without_a_s
 async def test_a_file_of_bad_rows_does_not_pile_up(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extractor.ledger.REJECTIONS_PER_COMMIT", 10)
+    monkeypatch.setattr("extractor.dispatch.row_recorder.REJECTIONS_PER_COMMIT", 10)
     path = tmp_path / "p.jsonl"
     path.write_text("{}\n" * 500 + '{"input_ids": [1, 2]}\n')
     async with FakeServer(dump_root).running() as server:

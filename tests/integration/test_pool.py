@@ -20,11 +20,11 @@ from templates import QWEN3, tokenizer_for
 
 from prompts import pool as pools
 from prompts.ambient import parse_moment
-from prompts.bounds import TokenBound
 from prompts.inputs import RawRow
-from prompts.options import ReadingOptions, Train
 from prompts.pool import RendererPool
+from prompts.reading_options import ReadingOptions, Train
 from prompts.render import Renderer
+from prompts.token_bound import TokenBound
 from prompts.types import BadRow, Prompt, RowReason, TokenizerError
 
 # A process takes seconds to start, on a busy machine many.
@@ -114,7 +114,7 @@ def test_worker_processes_respect_the_token_bound_of_the_run(folder: str) -> Non
 def test_ten_megabytes_in_a_row_take_little_more_memory_than_ten_bytes(folder: str) -> None:
     script = (
         "import resource, sys\n"
-        "from prompts.bounds import TokenBound\n"
+        "from prompts.token_bound import TokenBound\n"
         "from prompts.inputs import RawRow\n"
         "from prompts.render import Renderer\n"
         "renderer = Renderer.load(sys.argv[1], bound=TokenBound(max_tokens=8192))\n"

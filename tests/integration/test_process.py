@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from extractor import process, signals
-from extractor.process import started
+from extractor.system import process_tree, signals
+from extractor.system.process_tree import started
 
 # The root dies of SIGTERM at once. Its child, which was still starting, then makes and maps what
 # SGLang never removes, and has to be killed.
@@ -38,7 +38,7 @@ time.sleep(1000)
 async def test_what_a_starting_server_makes_while_it_is_stopped_is_removed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "STOP_PATIENCE_S", 3.0)
+    monkeypatch.setattr(process_tree, "STOP_PATIENCE_S", 3.0)
     script, log = tmp_path / "server.py", tmp_path / "log"
     script.write_text(LATE)
     left = Path("/dev/shm", f"sglang_loads_{tmp_path.parent.name}_{tmp_path.name}.shm")
@@ -64,8 +64,8 @@ def test_after_a_signal_a_server_gets_only_the_remaining_time_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the limit this test would take an hour."""
-    monkeypatch.setattr(process, "STOP_PATIENCE_S", 3600.0)
-    monkeypatch.setattr(signals, "END_S", process.KILL_S + 0.2)
+    monkeypatch.setattr(process_tree, "STOP_PATIENCE_S", 3600.0)
+    monkeypatch.setattr(signals, "END_S", process_tree.KILL_S + 0.2)
     log = tmp_path / "log"
 
     async def command() -> None:

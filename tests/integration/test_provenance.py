@@ -25,12 +25,12 @@ from helpers import (
     write_prompts,
 )
 
-from extractor.audit import audit
-from extractor.config import RunOptions
-from extractor.errors import ConfigMismatch, Interrupted, PluginError, first_known
-from extractor.findings import FindingKind
-from extractor.run import run
-from extractor.testing import FakeModel, FakeServer, FaultPlan, fake_states
+from extractor.core.config import RunOptions
+from extractor.core.errors import ConfigMismatch, Interrupted, PluginError, first_known
+from extractor.pipeline.run import run
+from extractor.testing.fake_server import FakeModel, FakeServer, FaultPlan, fake_states
+from extractor.verify.audit import audit
+from extractor.verify.findings import FindingKind
 from manifest.records import ServerStart
 from manifest.states import State
 from manifest.store import Store

@@ -10,8 +10,8 @@ from contextlib import aclosing
 import pytest
 from helpers import make_prompts, prompt_of
 
-from extractor import reading
-from extractor.reading import in_thread
+from extractor.intake import prompt_stream
+from extractor.intake.prompt_stream import in_thread
 from prompts.types import BadRow, Prompt
 
 
@@ -19,7 +19,7 @@ async def test_the_event_loop_goes_on_while_a_reader_that_is_not_needed_any_more
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may be passing over a million settled rows, and is not to be stopped in that."""
-    monkeypatch.setattr(reading, "READ_BATCH", 1)
+    monkeypatch.setattr(prompt_stream, "READ_BATCH", 1)
     is_reading, may_end = threading.Event(), threading.Event()
     ends = []
 

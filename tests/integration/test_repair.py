@@ -18,14 +18,14 @@ from helpers import (
     write_prompts,
 )
 
-from extractor.audit import audit
-from extractor.config import MANIFEST_NAME
-from extractor.errors import OutputBusy, UsageError, exit_code
-from extractor.findings import FindingKind
-from extractor.lock import LOCK_NAME, exclusive
-from extractor.repair import Repair, audit_and_repair
-from extractor.run import run
-from extractor.testing import FakeServer
+from extractor.core.config import MANIFEST_NAME
+from extractor.core.errors import OutputBusy, UsageError, exit_code
+from extractor.pipeline.run import run
+from extractor.system.lock import LOCK_NAME, exclusive
+from extractor.testing.fake_server import FakeServer
+from extractor.verify.audit import audit
+from extractor.verify.findings import FindingKind
+from extractor.verify.repair import Repair, audit_and_repair
 from manifest.errors import ManifestMissing
 from manifest.states import State
 

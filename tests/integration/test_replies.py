@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 from helpers import Ids, prompt_of
 
-from extractor.client import MAX_INFO_BYTES, Client
-from extractor.errors import PluginError
-from extractor.plan import Request
-from extractor.retry import Failure
-from extractor.verify import ReplyFacts
+from extractor.core.checks import ReplyFacts
+from extractor.core.errors import PluginError
+from extractor.core.plan import Request
+from extractor.dispatch.retry import Failure
+from extractor.servers.client import MAX_INFO_BYTES, Client
 from manifest.states import Reason
 
 RID = "xtr-run-session-0-1"

@@ -14,16 +14,16 @@ import pytest
 from helpers import Notes, options_for, read_samples, rows_of
 from templates import QWEN3, tokenizer_for
 
-from extractor.audit import audit
-from extractor.config import MANIFEST_NAME, RunOptions
-from extractor.errors import ConfigMismatch, Interrupted, exit_code, first_known
-from extractor.run import run
-from extractor.testing import FakeServer, Fault
+from extractor.core.config import MANIFEST_NAME, RunOptions
+from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
+from extractor.pipeline.run import run
+from extractor.testing.fake_server import FakeServer, Fault
+from extractor.verify.audit import audit
 from manifest.errors import PromptChanged
 from manifest.store import Store
 from prompts import render
 from prompts.ambient import parse_moment
-from prompts.options import ReadingOptions
+from prompts.reading_options import ReadingOptions
 from prompts.render import Renderer
 from prompts.tokenizer import ChatTokenizer
 

@@ -37,15 +37,14 @@ from helpers import (
     write_prompts,
 )
 
-import extractor.collect
-import extractor.mover
-import extractor.places
-import extractor.preflight
-import extractor.reading
-import extractor.server_watch
-from extractor.config import Layout
-from extractor.dry_run import dry_run
-from extractor.errors import (
+import extractor.dispatch.health
+import extractor.dispatch.places
+import extractor.dumps.dump_reader
+import extractor.intake.prompt_stream
+import extractor.servers.preflight
+import extractor.shards.mover
+from extractor.core.config import Layout
+from extractor.core.errors import (
     BadDumpDir,
     ConfigMismatch,
     Interrupted,
@@ -58,12 +57,13 @@ from extractor.errors import (
     exit_code,
     first_known,
 )
-from extractor.lock import exclusive
-from extractor.places import LEAST_LIGHT_BYTES, num_places
-from extractor.plan import PROBE_SESSION, Limits, dump_bytes
-from extractor.progress import BarReporter, JsonReporter, LineReporter, Reporter
-from extractor.run import RunSummary, run
-from extractor.testing import LATE_S, FakeModel, FakeServer, Fault, faults_once
+from extractor.core.plan import PROBE_SESSION, Limits, dump_bytes
+from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
+from extractor.pipeline.dry_run import dry_run
+from extractor.pipeline.run import RunSummary, run
+from extractor.status.reporters import BarReporter, JsonReporter, LineReporter, Reporter
+from extractor.system.lock import exclusive
+from extractor.testing.fake_server import LATE_S, FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
 from prompts.types import InputError
 from server_patch.dump_format import Dump, read_beginning
@@ -150,7 +150,7 @@ async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, not
     assert dumps_under(dump_root) == []
 
 
-@pytest.mark.parametrize("undivided_bytes", [0, extractor.mover.UNDIVIDED_BYTES])
+@pytest.mark.parametrize("undivided_bytes", [0, extractor.shards.mover.UNDIVIDED_BYTES])
 async def test_many_small_shards_hold_what_one_would(
     undivided_bytes: int,
     tmp_path: Path,
@@ -158,7 +158,7 @@ async def test_many_small_shards_hold_what_one_would(
     notes: Notes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(extractor.mover, "UNDIVIDED_BYTES", undivided_bytes)
+    monkeypatch.setattr(extractor.shards.mover, "UNDIVIDED_BYTES", undivided_bytes)
     prompts = make_prompts(60, shortest=20)
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
@@ -356,7 +356,7 @@ async def test_after_a_signal_only_what_is_in_flight_ends(
 async def test_prompts_in_memory_are_bounded_by_the_concurrency(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
+    monkeypatch.setattr(extractor.dispatch.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
     seen: list[int] = []
 
     def count_tasks(number: int, rid: str) -> Fault | None:
@@ -488,8 +488,8 @@ async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it
     fault: Fault,
 ) -> None:
     """For ever is not for ever, and the rows are not to blame."""
-    monkeypatch.setattr(extractor.server_watch, "GONE_AFTER_S", 0.5)
-    monkeypatch.setattr(extractor.server_watch, "USELESS_AFTER_S", 0.5)
+    monkeypatch.setattr(extractor.dispatch.health, "GONE_AFTER_S", 0.5)
+    monkeypatch.setattr(extractor.dispatch.health, "USELESS_AFTER_S", 0.5)
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
 
@@ -512,8 +512,8 @@ async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it
 async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_told(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.2)
-    monkeypatch.setattr(extractor.server_watch, "TRIAL_AFTER_S", 0.1)
+    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.2)
+    monkeypatch.setattr(extractor.dispatch.health, "TRIAL_AFTER_S", 0.1)
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     refused: list[str] = []
@@ -542,7 +542,7 @@ async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_to
 async def test_a_probe_that_is_refused_is_sent_again(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.preflight, "BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(extractor.servers.preflight, "BUSY_PAUSE_S", 0.01)
     prompts = make_prompts(3)
     faults = faults_once(dict.fromkeys(range(3), Fault.BUSY))
     async with FakeServer(dump_root, faults=faults).running() as server:
@@ -554,8 +554,8 @@ async def test_a_probe_that_is_refused_is_sent_again(
 async def test_a_probe_that_is_refused_for_ever_ends_the_run(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.preflight, "BUSY_PAUSE_S", 0.01)
-    monkeypatch.setattr(extractor.preflight, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(extractor.servers.preflight, "BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(extractor.servers.preflight, "PROBE_TIMEOUT_S", 0.2)
     async with FakeServer(dump_root, faults=lambda number, rid: Fault.BUSY).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(3))
         with pytest.raises(ServerLost, match=r"refused the probe prompt.*queue is full"):
@@ -574,8 +574,8 @@ async def test_prompts_that_alone_are_not_served_fail_and_the_rest_goes_on(
     num_requests: int,
 ) -> None:
     """However many of them: a probe that is served tells that the server is well."""
-    monkeypatch.setattr(extractor.server_watch, "TRIAL_AFTER_S", 0.0)
-    monkeypatch.setattr(extractor.server_watch, "ALIVE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(extractor.dispatch.health, "TRIAL_AFTER_S", 0.0)
+    monkeypatch.setattr(extractor.dispatch.health, "ALIVE_INTERVAL_S", 0.01)
     bad = {2, 3, 5, 7}
     prompts = make_prompts(30)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
@@ -661,7 +661,7 @@ async def test_a_gateway_that_sends_everything_twice_costs_nothing(
 async def test_a_probe_that_a_gateway_sends_twice_still_resumes_the_server(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.server_watch, "REFUSED_OPEN_S", 0.0)
+    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.0)
     prompts = make_prompts(5)
 
     def plan(number: int, rid: str) -> Fault | None:
@@ -738,7 +738,7 @@ async def test_other_runs_dumps_are_opened_once_however_often_a_run_looks(
         opened[path] += 1
         return read_beginning(path, whole_bytes=whole_bytes)
 
-    monkeypatch.setattr(extractor.collect, "read_beginning", counting)
+    monkeypatch.setattr(extractor.dumps.dump_reader, "read_beginning", counting)
     prompts = make_prompts(20)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
 
@@ -880,8 +880,8 @@ async def test_prompts_of_a_file_that_is_overwritten_during_a_run_are_not_sent(
     form: Callable[[list[dict[str, object]]], bytes],
 ) -> None:
     """The file is overwritten in place, with the same size and the old times."""
-    monkeypatch.setattr(extractor.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
-    monkeypatch.setattr(extractor.reading, "READ_BATCH", 8)
+    monkeypatch.setattr(extractor.dispatch.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
+    monkeypatch.setattr(extractor.intake.prompt_stream, "READ_BATCH", 8)
     filler = random.Random(0).randbytes(8 << 20).hex()
 
     def content(low: int) -> bytes:
@@ -949,7 +949,7 @@ async def test_a_shard_that_was_not_sealed_before_the_end_is_sealed_by_a_resume(
 
     async with FakeServer(dump_root).running() as server:
         with monkeypatch.context() as patch:
-            patch.setattr(extractor.mover.Mover, "_finish", killed)
+            patch.setattr(extractor.shards.mover.Mover, "_finish", killed)
             with pytest.raises(KeyError):
                 await run(options_for(server, path, tmp_path / "out"), notes)
         assert stored_ordinals(tmp_path / "out") == set(range(8))
@@ -971,7 +971,7 @@ async def test_sealing_the_last_shard_needs_no_server(
 
     async with FakeServer(dump_root).running() as server:
         with monkeypatch.context() as patch:
-            patch.setattr(extractor.mover.Mover, "_finish", killed)
+            patch.setattr(extractor.shards.mover.Mover, "_finish", killed)
             with pytest.raises(KeyError):
                 await run(options_for(server, path, tmp_path / "out"), notes)
         options = options_for(server, path, tmp_path / "out")
@@ -1183,7 +1183,7 @@ async def test_a_server_that_captures_something_else_than_asked_is_refused(
 async def test_a_server_that_stops_answering_ends_the_run_and_rows_stay_resumable(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.server_watch, "GONE_AFTER_S", 0.1)
+    monkeypatch.setattr(extractor.dispatch.health, "GONE_AFTER_S", 0.1)
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     reached = asyncio.Event()
@@ -1234,7 +1234,7 @@ async def test_a_server_without_the_plugin_is_told_apart(
 async def test_a_probe_without_a_dump_stops_the_run_before_the_first_prompt(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.preflight, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(extractor.servers.preflight, "PROBE_TIMEOUT_S", 0.2)
     async with FakeServer(dump_root, faults=faults_once({0: Fault.NO_DUMP})).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         with pytest.raises(PluginError, match="no dump of it arrived"):
@@ -1246,7 +1246,7 @@ async def test_a_server_without_the_plugin_beside_one_with_it_is_found_out(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only live server with that model is taken for it, as behind a port mapping."""
-    monkeypatch.setattr(extractor.preflight, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(extractor.servers.preflight, "PROBE_TIMEOUT_S", 0.2)
     elsewhere = FakeServer(tmp_path / "elsewhere")  # as if it had none
     async with FakeServer(dump_root).running() as other, elsewhere.running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
@@ -1313,7 +1313,9 @@ async def test_a_full_output_disk_stops_with_exit_4_and_loses_nothing(
 ) -> None:
     prompts = make_prompts(60, shortest=20)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
-    monkeypatch.setattr(extractor.mover, "GROUP_SAMPLES", 8)  # some are stored before it is full
+    monkeypatch.setattr(
+        extractor.shards.mover, "GROUP_SAMPLES", 8
+    )  # some are stored before it is full
     room = 150_000
     real = os.pwrite
 
@@ -1346,7 +1348,7 @@ async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out")
-        monkeypatch.setattr(extractor.preflight, "free_bytes", lambda path: 1 << 20)
+        monkeypatch.setattr(extractor.servers.preflight, "free_bytes", lambda path: 1 << 20)
         with pytest.raises(
             SpaceError, match=r"only 1\.0 MiB free, a run begins with 64\.0 MiB at least"
         ):

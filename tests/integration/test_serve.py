@@ -11,19 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-import extractor.process
-import extractor.serve
-from extractor.client import Client
-from extractor.engine import ServeOptions
-from extractor.errors import MissingExtra, PluginError, ServerError, UsageError, exit_code
-from extractor.process import ServerProcess
-from extractor.serve import Stage, free_port, running_server
+import extractor.servers.launcher
+import extractor.system.process_tree
+from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageError, exit_code
+from extractor.servers.client import Client
+from extractor.servers.launcher import Stage, free_port, running_server
+from extractor.servers.sglang_flags import ServeOptions
+from extractor.system.process_tree import ServerProcess
 
 #: A server that comes up: the fake one, which says of its weights what SGLang says.
 GOOD = """
 import sys
 print("Load weight end. elapsed=1 s", flush=True)
-from extractor.testing import main
+from extractor.testing.fake_server import main
 sys.argv = ["testing", "--dump-root", {root!r}, "--port", "{port}"]
 main()
 """
@@ -35,7 +35,7 @@ directory = pathlib.Path({root!r}) / os.environ["SGLANG_HS_BOOT_ID"] / "0"
 directory.mkdir(parents=True)
 (directory / "FAILED.json").write_text('{{"reason": "this model cannot"}}')
 os.environ["SGLANG_HS_BOOT_ID"] = "another"
-from extractor.testing import main
+from extractor.testing.fake_server import main
 sys.argv = ["testing", "--dump-root", {root!r} + "-else", "--port", "{port}"]
 main()
 """
@@ -58,7 +58,7 @@ time.sleep(600)
 
 @pytest.fixture(autouse=True)
 def any_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extractor.serve, "_engine_version", lambda: "0.5.23")
+    monkeypatch.setattr(extractor.servers.launcher, "_engine_version", lambda: "0.5.23")
 
 
 def options_for(
@@ -153,7 +153,7 @@ async def start(options: ServeOptions, log: Path) -> tuple[asyncio.Task[None], p
 async def test_the_whole_process_tree_ends_with_the_block(
     dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.process, "STOP_PATIENCE_S", 0.5)
+    monkeypatch.setattr(extractor.system.process_tree, "STOP_PATIENCE_S", 0.5)
     options = options_for(FAMILY, dump_root, tmp_path, monkeypatch)
     task, child = await start(options, tmp_path / "log")
     task.cancel()
@@ -226,7 +226,7 @@ async def test_without_sglang_the_exact_pip_line_is_printed(
         raise MissingExtra(command="extractor serve", extra="server", package="sglang")
 
     options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
-    monkeypatch.setattr(extractor.serve, "_engine_version", missing)
+    monkeypatch.setattr(extractor.servers.launcher, "_engine_version", missing)
     with pytest.raises(MissingExtra, match=r"pip install 'hidden-state-extractor\[server\]'"):
         async with running_server(options, note=lambda _: None):
             pass

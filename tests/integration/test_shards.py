@@ -21,14 +21,14 @@ from helpers import (
     prompt_of,
 )
 
-from extractor.append_file import ALIGNMENT
-from extractor.collect import DumpFile, DumpPiece
-from extractor.config import Layout
-from extractor.copying import BLOCK_BYTES, SampleFault
-from extractor.errors import UsageError
-from extractor.shards import ShardSettings, ShardWriter, lost_rows, sealed_on_disk
-from extractor.testing import fake_states
-from manifest.correlate import Piece
+from extractor.core.config import Layout
+from extractor.core.errors import UsageError
+from extractor.dumps.correlator import Piece
+from extractor.dumps.dump_reader import DumpFile, DumpPiece
+from extractor.shards.sample_copy import BLOCK_BYTES, SampleFault
+from extractor.shards.writer import ShardSettings, ShardWriter, lost_rows, sealed_on_disk
+from extractor.system.direct_io import ALIGNMENT
+from extractor.testing.fake_server import fake_states
 from manifest.records import Row, Shard, Stored
 from manifest.states import Reason, State
 from server_patch.dump_format import encode_header, read_beginning

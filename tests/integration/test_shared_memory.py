@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from extractor import shared_memory
-from extractor.process import started
-from extractor.shared_memory import SHARED_MEMORY, inodes_in_shared_memory, remove_abandoned
+from extractor.system import shared_memory
+from extractor.system.process_tree import started
+from extractor.system.shared_memory import SHARED_MEMORY, inodes_in_shared_memory, remove_abandoned
 
 # Its child makes and maps what SGLang never removes, and a semaphore as tqdm does; both end at once
 # by a signal, so that no exit handler of Python's removes anything.

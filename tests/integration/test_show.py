@@ -11,10 +11,10 @@ from click.testing import CliRunner, Result
 from helpers import make_prompts, write_prompts
 from templates import QWEN3, tokenizer_for
 
-from extractor.cli import cli
-from extractor.config import Layout
-from extractor.errors import UsageError
-from extractor.shard_format import header_room, sample_bytes
+from extractor.cli.main import cli
+from extractor.core.config import Layout
+from extractor.core.errors import UsageError
+from extractor.shards.format import header_room, sample_bytes
 from prompts.types import InputError
 
 ROWS = [

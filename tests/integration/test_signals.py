@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from extractor import signals
-from extractor.errors import Interrupted
-from extractor.signals import (
+from extractor.core.errors import Interrupted
+from extractor.system import signals
+from extractor.system.signals import (
     STOP_SIGNALS,
     StopHandler,
     handlers_put_back,
@@ -145,7 +145,7 @@ def test_after_a_signal_patience_is_limited_to_the_remaining_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("extractor.signals.time.monotonic", lambda: now)
+    monkeypatch.setattr("extractor.system.signals.time.monotonic", lambda: now)
     assert patience_s(15.0, keep_s=4.0) == 15.0  # outside of a command
     found: list[float] = []
 

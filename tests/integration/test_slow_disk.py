@@ -23,11 +23,11 @@ from helpers import (
     write_prompts,
 )
 
-from extractor.measurements import Stage
-from extractor.plan import Limits, dump_bytes
-from extractor.run import run
-from extractor.shards import ShardWriter
-from extractor.testing import FakeServer
+from extractor.core.counters import Stage
+from extractor.core.plan import Limits, dump_bytes
+from extractor.pipeline.run import run
+from extractor.shards.writer import ShardWriter
+from extractor.testing.fake_server import FakeServer
 
 PATIENCE_S = 20.0
 LENGTH = 1024  # tokens of each prompt: no smaller budget than for one of these is taken

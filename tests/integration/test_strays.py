@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
 
-from extractor.audit import audit
-from extractor.config import MANIFEST_NAME, RunOptions
-from extractor.errors import UsageError
-from extractor.repair import audit_and_repair
-from extractor.run import run
-from extractor.testing import FakeServer
+from extractor.core.config import MANIFEST_NAME, RunOptions
+from extractor.core.errors import UsageError
+from extractor.pipeline.run import run
+from extractor.testing.fake_server import FakeServer
+from extractor.verify.audit import audit
+from extractor.verify.repair import audit_and_repair
 from manifest.store import Store
 
 pytestmark = pytest.mark.usefixtures("quick_retries")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from extractor import writers
-from extractor.errors import BadDumpDir, PluginError, UsageError
-from extractor.testing import FakeServer
-from extractor.writers import is_alive, ranks_of, scan_writers
+from extractor.core.errors import BadDumpDir, PluginError, UsageError
+from extractor.dumps import discovery
+from extractor.dumps.discovery import is_alive, ranks_of, scan_writers
+from extractor.testing.fake_server import FakeServer
 from server_patch.dump_format import READY_NAME, Ready, decode_ready, encode_ready
 from server_patch.settings import DUMP_DIR
 
@@ -61,7 +61,7 @@ def test_a_missing_dump_dir_is_an_error_unless_it_is_the_default(
 ) -> None:
     with pytest.raises(BadDumpDir, match="absent does not exist"):
         no_ranks(tmp_path / "absent")
-    monkeypatch.setattr(writers, "DEFAULT_DUMP_ROOT", tmp_path / "absent")
+    monkeypatch.setattr(discovery, "DEFAULT_DUMP_ROOT", tmp_path / "absent")
     with pytest.raises(PluginError, match="has no plugin that dumps under"):
         no_ranks(tmp_path / "absent")
 
@@ -122,12 +122,12 @@ async def test_the_only_live_writer_is_not_taken_for_a_server_that_dumps_elsewhe
         seen = scan_writers(dump_root)
         model = seen.alive[0].ready.model_path
         url = "http://127.0.0.1:1"
-        monkeypatch.setattr(writers, "_dump_root_of_server", lambda _: "/elsewhere")
+        monkeypatch.setattr(discovery, "_dump_root_of_server", lambda _: "/elsewhere")
         with pytest.raises(BadDumpDir, match=r"dumps under /elsewhere, not .*Write --dump-dir"):
             ranks_of(seen, url=url, model_path=model)
         assert ranks_of(seen, url=server.url, model_path=model) == seen.alive
         for known in (None, str(dump_root)):
-            monkeypatch.setattr(writers, "_dump_root_of_server", lambda _, known=known: known)
+            monkeypatch.setattr(discovery, "_dump_root_of_server", lambda _, known=known: known)
             assert ranks_of(seen, url=url, model_path=model) == seen.alive
 
 

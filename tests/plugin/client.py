@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from helpers import Ids, Notes, read_samples
 
-from extractor.config import RunOptions
-from extractor.run import RunSummary, run
+from extractor.core.config import RunOptions
+from extractor.pipeline.run import RunSummary, run
 from plugin.reference import Reference
 from plugin.serving import Serving
 from plugin.values import assert_is

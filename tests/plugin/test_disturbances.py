@@ -26,14 +26,14 @@ import psutil
 import pytest
 from helpers import make_prompts, read_samples, rows_of, write_prompts
 
-import extractor.exchange
-from extractor.client import Client
-from extractor.collector import Collected
-from extractor.exchange import Exchange
-from extractor.plan import Request
-from extractor.retry import Failure
-from extractor.turns import Turn
-from extractor.verify import ReplyFacts
+import extractor.dispatch.connection
+from extractor.core.checks import ReplyFacts
+from extractor.core.plan import Request
+from extractor.dispatch.connection import Exchange
+from extractor.dispatch.retry import Failure
+from extractor.dispatch.scheduler import Turn
+from extractor.dumps.collector import Collected
+from extractor.servers.client import Client
 from manifest.states import Reason, State
 from plugin.client import assert_stored, extract
 from plugin.conftest import EnginePlugins
@@ -353,7 +353,7 @@ def test_a_prompt_from_the_prefix_cache_is_sent_again_and_never_stored(
         server.generate(f"foreign-{number}", row.ids[: 12 + number], extra_key=None)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     if not is_told:
-        monkeypatch.setattr(extractor.exchange, "check_reply", lambda *_, **__: None)
+        monkeypatch.setattr(extractor.dispatch.connection, "check_reply", lambda *_, **__: None)
     reason = Reason.CACHED if is_told else Reason.DUMP_MISSING
     share_cache(monkeypatch, attempts=1)
     options = {"dump_timeout_s": 60.0 if is_told else 2.0}

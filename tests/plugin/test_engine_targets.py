@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from extractor.engine import graph_arguments
-from extractor.refusals import BY_MESSAGE
+from extractor.servers.refusals import BY_MESSAGE
+from extractor.servers.sglang_flags import graph_arguments
 from plugin.wheels import (
     IndexUnreachable,
     Source,

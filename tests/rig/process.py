@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import psutil
 
-from extractor.process import descendants
+from extractor.system.process_tree import descendants
 
 
 def stop_tree(process: subprocess.Popen[bytes], grace_s: float = 20.0) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from extractor.process import die_with_parent
-from extractor.serve import free_port
-from extractor.shared_memory import inodes_in_shared_memory, remove_abandoned
+from extractor.servers.launcher import free_port
+from extractor.system.process_tree import die_with_parent
+from extractor.system.shared_memory import inodes_in_shared_memory, remove_abandoned
 
 from .env import RIG_PLUGINS, SERVER_ARGS, environment
 from .process import stop_tree

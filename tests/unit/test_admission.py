@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from helpers import LAYOUT, Ids, prompt_of
 
-from extractor.admission import Admission, Room, token_bound
-from extractor.errors import RowRefused, UsageError
-from extractor.plan import Limits, Refusal
-from extractor.policy import DEFAULT_POLICY, OnBadRow, OnDuplicate, OnTooLong, Policy
+from extractor.core.admission import Admission, Room, token_bound
+from extractor.core.errors import RowRefused, UsageError
+from extractor.core.plan import Limits, Refusal
+from extractor.core.row_policy import DEFAULT_POLICY, OnBadRow, OnDuplicate, OnTooLong, Policy
 from manifest.states import Reason
-from prompts.bounds import TokenBound
+from prompts.token_bound import TokenBound
 from prompts.types import Alteration, BadRow, Prompt, RowReason
 
 LIMITS = Limits(max_prompt_tokens=8, vocab_size=100, chunk_tokens=8)

@@ -16,7 +16,7 @@ import pytest
 import benchmarks
 from benchmarks import prefill_overhead, slow_disk
 from benchmarks.command import Failed, command_parser, run_command
-from extractor.signals import STOP_SIGNALS
+from extractor.system.signals import STOP_SIGNALS
 
 (FOLDER,) = map(Path, benchmarks.__path__)
 MODULES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")

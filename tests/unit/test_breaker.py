@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.breaker import Breaker
+from extractor.dispatch.breaker import Breaker
 
 outcomes = st.lists(
     st.tuples(st.sampled_from(["served", "refused", "unserved", "gone"]), st.floats(0, 100)),

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from extractor.budget import Budget
+from extractor.dispatch.budget import Budget
 
 
 async def settle() -> None:

@@ -10,7 +10,7 @@ from helpers import make_header
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.canary import (
+from extractor.servers.canary import (
     NUM_TOKENS,
     TOLERANCES,
     canary_ids,

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from extractor import lock, writers
-from extractor.errors import OutputBusy, SpaceError, UsageError, exit_code, storage_error
-from extractor.lock import exclusive
-from extractor.preflight import prepare_out
+from extractor.core.errors import OutputBusy, SpaceError, UsageError, exit_code, storage_error
+from extractor.dumps import discovery
+from extractor.servers.preflight import prepare_out
+from extractor.system import lock
+from extractor.system.lock import exclusive
 from manifest.causes import CAUSES
 from manifest.database import explained
 from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
@@ -226,4 +227,4 @@ def test_a_server_is_not_dead_because_we_have_too_many_open_files(
 
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(OSError, match="Too many open files"):
-        writers.is_same_process(os.getpid(), 1, None)
+        discovery.is_same_process(os.getpid(), 1, None)

@@ -8,14 +8,14 @@ from pathlib import Path, PurePosixPath
 import pytest
 from helpers import make_ready
 
-import extractor.headroom
-from extractor.cgroup import Bound, memory_bounds, tightest
-from extractor.collect import Rank
-from extractor.errors import UsageError
-from extractor.headroom import headroom
-from extractor.plan import Limits
-from extractor.preflight import shm_budget
-from extractor.writers import pid_namespace
+import extractor.servers.shm_budget
+from extractor.core.errors import UsageError
+from extractor.core.plan import Limits
+from extractor.dumps.discovery import pid_namespace
+from extractor.dumps.dump_reader import Rank
+from extractor.servers.preflight import shm_budget
+from extractor.servers.shm_budget import headroom
+from extractor.system.memory_limits import Bound, memory_bounds, tightest
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712
@@ -185,9 +185,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Tree:
         "/proc/self/cgroup": "0::/client",
         "/proc/77/cgroup": "0::/server",
     })  # fmt: skip
-    monkeypatch.setattr(extractor.headroom, "file_system_type", lambda path: "tmpfs")
-    monkeypatch.setattr(extractor.headroom, "free_bytes", lambda path: 100 * GIB)
-    monkeypatch.setattr(extractor.headroom, "_read", tree)
+    monkeypatch.setattr(extractor.servers.shm_budget, "file_system_type", lambda path: "tmpfs")
+    monkeypatch.setattr(extractor.servers.shm_budget, "free_bytes", lambda path: 100 * GIB)
+    monkeypatch.setattr(extractor.servers.shm_budget, "_read", tree)
     return tree
 
 
@@ -257,5 +257,5 @@ def test_no_room_in_the_group_is_told_as_such(machine: Tree) -> None:
 
 def test_on_a_disk_dumps_are_no_memory(machine: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     limit(machine, "server", GIB)
-    monkeypatch.setattr(extractor.headroom, "file_system_type", lambda path: "ext4")
+    monkeypatch.setattr(extractor.servers.shm_budget, "file_system_type", lambda path: "ext4")
     assert headroom([rank()]).free_bytes == 100 * GIB

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.concurrency import FIRST_LIMIT, Auto, Fixed, Limiter
+from extractor.dispatch.limiter import FIRST_LIMIT, Auto, Fixed, Limiter
 
 Length = Callable[[random.Random], int]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifest.correlate import Correlator, Match, Piece, Tiling, tile
+from extractor.dumps.correlator import Correlator, Match, Piece, Tiling, tile
 
 RID = "rid"
 

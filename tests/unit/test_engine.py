@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from extractor.engine import PRESETS, ServeOptions, graph_arguments
-from extractor.errors import UsageError
+from extractor.core.errors import UsageError
+from extractor.servers.sglang_flags import PRESETS, ServeOptions, graph_arguments
 from server_patch.settings import Settings
 
 

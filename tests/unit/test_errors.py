@@ -13,9 +13,9 @@ import pytest
 import manifest.errors
 import prompts.types
 import server_patch.dump_format
-from extractor import errors
-from extractor.client import TRANSPORT_FAILURES, transport_problem
-from extractor.errors import ExtractorError, exit_code, first_known
+from extractor.core import errors
+from extractor.core.errors import ExtractorError, exit_code, first_known
+from extractor.servers.client import TRANSPORT_FAILURES, transport_problem
 
 CODES = {
     "ExtractorError": 1,

@@ -6,11 +6,11 @@ from typing import Any
 
 from helpers import LAYOUT, Ids, prompt_of
 
-from extractor.admission import Admission, Room
-from extractor.forecast import SAMPLED, Forecast, Speed, forecast_document, forecast_text
-from extractor.plan import Limits, dump_bytes
-from extractor.policy import Policy
-from extractor.shard_format import MAX_ROOM_BYTES, header_room, sample_bytes, samples_that_fit
+from extractor.core.admission import Admission, Room
+from extractor.core.plan import Limits, dump_bytes
+from extractor.core.row_policy import Policy
+from extractor.pipeline.forecast import SAMPLED, Forecast, Speed, forecast_document, forecast_text
+from extractor.shards.format import MAX_ROOM_BYTES, header_room, sample_bytes, samples_that_fit
 from prompts.types import BadRow, RowReason
 
 LIMITS = Limits(max_prompt_tokens=1000, vocab_size=5000, chunk_tokens=64)

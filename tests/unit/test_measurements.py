@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.measurements import (
+from extractor.core.counters import (
     BOUNDS_S,
     SHOWN_BOUNDS_S,
     Counters,
@@ -19,7 +19,7 @@ from extractor.measurements import (
     ServerNow,
     Stage,
 )
-from extractor.report import session_document
+from extractor.status.report import session_document
 from manifest.states import Reason
 
 

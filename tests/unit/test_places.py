@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from extractor.places import LEAST_LIGHT_BYTES, LIGHT_BYTES, Place, Places, num_places
+from extractor.dispatch.places import LEAST_LIGHT_BYTES, LIGHT_BYTES, Place, Places, num_places
 
 
 async def taken(places: Places, dump_bytes: int) -> list[Place]:

@@ -9,8 +9,8 @@ from helpers import LAYOUT, Ids, make_header, prompt_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.config import Layout
-from extractor.plan import Limits, Request, dump_bytes, make_rid, refusal, rid_prefix
+from extractor.core.config import Layout
+from extractor.core.plan import Limits, Request, dump_bytes, make_rid, refusal, rid_prefix
 from manifest.states import Reason
 from server_patch.dump_format import encode_header
 

@@ -14,8 +14,8 @@ from datetime import datetime
 import pytest
 from helpers import Notes
 
-from extractor.measurements import Counters, ServerNow
-from extractor.progress import (
+from extractor.core.counters import Counters, ServerNow
+from extractor.status.reporters import (
     LEAST_BAR,
     LINE_INTERVAL_S,
     BarReporter,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prompts.align import Encoding, Places, Span, has_split_start, mark_spans
+from prompts.token_offsets import Encoding, Places, Span, has_split_start, mark_spans
 from prompts.types import RowError, RowReason
 
 

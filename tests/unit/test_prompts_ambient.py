@@ -19,11 +19,11 @@ from templates import QWEN3, tokenizer_for
 
 from prompts import ambient
 from prompts.ambient import clock_at, draws_at_random, parse_moment
+from prompts.conversation_parser import Turn
 from prompts.inputs import RawRow
-from prompts.options import ReadingOptions
+from prompts.reading_options import ReadingOptions
 from prompts.render import Renderer
 from prompts.tokenizer import RANDOM_FAULT, check_template
-from prompts.turns import Turn
 from prompts.types import BadRow, InputError, Prompt, RowReason, TokenizerError
 
 NEW_YEAR = "1999-12-31T23:59:58+05:30"
@@ -133,7 +133,7 @@ PROGRAM = """
 import json, sys
 from datetime import datetime
 from prompts.inputs import RawRow
-from prompts.options import ReadingOptions
+from prompts.reading_options import ReadingOptions
 from prompts.render import Renderer
 renderer = Renderer.load(sys.argv[1], ReadingOptions(now=datetime.fromisoformat(sys.argv[2])))
 prompt = renderer.prompt_from(RawRow(ordinal=0, source="a", line=1, data=sys.argv[3].encode()))

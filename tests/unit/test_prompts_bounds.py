@@ -15,12 +15,12 @@ from templates import LLAMA3, QWEN3, tokenizer_for
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from prompts import bounds
-from prompts.bounds import TokenBound, parse_json
+from prompts import token_bound
 from prompts.dialects import count_parts, decode_row, label_of
 from prompts.inputs import RawRow, read_rows, scan_inputs
-from prompts.options import ReadingOptions, Thinking
+from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
+from prompts.token_bound import TokenBound, parse_json
 from prompts.types import BadRow, Prompt, RowError, RowReason
 
 WORDS = "one two three four five six seven "
@@ -76,9 +76,9 @@ def nested(levels: int) -> str:
 def test_json_may_be_nested_to_the_bound_and_no_deeper(kind: Callable[[str], Any]) -> None:
     wide = "[" + ",".join(["[{}]"] * 200) + "]"
     assert parse_json(kind(wide)) == [[{}]] * 200
-    assert parse_json(kind(nested(bounds.MAX_LEVELS))) is not None
+    assert parse_json(kind(nested(token_bound.MAX_LEVELS))) is not None
     with pytest.raises(RowError, match="row_too_large: nested deeper than 100 levels"):
-        parse_json(kind(nested(bounds.MAX_LEVELS + 1)))
+        parse_json(kind(nested(token_bound.MAX_LEVELS + 1)))
 
 
 #: Within orjson's own limit, and beyond it.
@@ -250,10 +250,10 @@ def test_answers_that_take_a_rendering_each_are_bounded(monkeypatch: pytest.Monk
     renderer = Renderer(tokenizer_for(QWEN3))
     counts = watched(renderer)
     turns = chat(*["a", "<think>\nx\n</think>\n\nb"] * 20)
-    monkeypatch.setattr("prompts.mask.MAX_TURNS_RENDERED", 20 * 40)
+    monkeypatch.setattr("prompts.assistant_spans.MAX_TURNS_RENDERED", 20 * 40)
     assert isinstance(renderer.prompt_from(raw(turns)), Prompt)
     assert counts["renderings"] > 20
-    monkeypatch.setattr("prompts.mask.MAX_TURNS_RENDERED", 20 * 40 - 1)
+    monkeypatch.setattr("prompts.assistant_spans.MAX_TURNS_RENDERED", 20 * 40 - 1)
     counts["renderings"] = 0
     reason, detail = refusal(renderer, turns)
     assert (reason, "20 answers among 40 turns" in detail) == (RowReason.ROW_TOO_LARGE, True)
@@ -291,8 +291,8 @@ def test_a_large_value_of_a_column_format_fails_its_rows_only(
     """A value that is stored once may be the value of every row."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr("prompts.bounds.MAX_ROW_BYTES", 1 << 20)
-    monkeypatch.setattr("prompts.columns.BATCH_BYTES", 8 << 20)
+    monkeypatch.setattr("prompts.token_bound.MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("prompts.arrow.BATCH_BYTES", 8 << 20)
     values = pa.array(["x" * (4 << 20), "small"])
     text = pa.DictionaryArray.from_arrays(pa.array([1, *[0] * 60, 1], pa.int32()), values)
     table = pa.table({"text": text})
@@ -316,4 +316,4 @@ def test_a_large_value_of_a_column_format_fails_its_rows_only(
         tracemalloc.stop()
     assert [row.line for row in rows] == list(range(1, 63))
     assert [decode_row(row.data) for row in (rows[0], rows[-1])] == [{"text": "small"}] * 2
-    assert [row.data for row in rows[1:-1]] == [bounds.OVERSIZED] * 60
+    assert [row.data for row in rows[1:-1]] == [token_bound.OVERSIZED] * 60

@@ -20,15 +20,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prompt_files import FORMS, as_array, as_arrow_file, as_arrow_stream, as_jsonl, as_parquet
 
-from prompts import compression, containers
+from prompts import compression, formats
 from prompts.blocks import BlockFile
-from prompts.containers import open_container
 from prompts.dialects import decode_row
-from prompts.first_rows import NUM_ROWS, require_fields, require_rows
+from prompts.formats import open_container
 from prompts.inputs import read_rows, scan_inputs
 from prompts.json_array import array_elements
-from prompts.options import ReadingOptions
 from prompts.paths import find_files, spool
+from prompts.reading_options import ReadingOptions
+from prompts.sniff import NUM_ROWS, require_fields, require_rows
 from prompts.types import InputError, RowError, RowReason
 
 pa = pytest.importorskip("pyarrow")
@@ -238,7 +238,7 @@ LARGE = '{"text": "%s"}' % ("x" * (BOUND * 16))
 
 @pytest.fixture
 def a_low_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prompts.bounds.MAX_ROW_BYTES", BOUND)
+    monkeypatch.setattr("prompts.token_bound.MAX_ROW_BYTES", BOUND)
 
 
 @pytest.mark.usefixtures("a_low_bound")
@@ -321,14 +321,14 @@ def test_blank_lines_are_skipped_in_blocks(
     path = tmp_path / "a"
     path.write_bytes(blank * num_blank + b" {}\n" + blank * 70 + b"  {}")
     num_lines = 0
-    isspace = containers.is_blank
+    isspace = formats.is_blank
 
     def counted(line: bytes) -> bool:
         nonlocal num_lines
         num_lines += 1
         return isspace(line)
 
-    monkeypatch.setattr(containers, "is_blank", counted)
+    monkeypatch.setattr(formats, "is_blank", counted)
     rows = list(read_rows(scan_inputs([path])))
     assert [(row.line, row.data) for row in rows] == [
         (num_blank + 1, b" {}\n"),

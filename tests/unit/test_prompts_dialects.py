@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prompts.conversation_parser import Conversation
 from prompts.dialects import Ids, Item, Text, decode_row, label_of, read_item
-from prompts.turns import Conversation
 from prompts.types import RowError, RowReason
 
 USER = {"role": "user", "content": "Hi"}

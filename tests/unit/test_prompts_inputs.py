@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prompts import blocks, containers
+from prompts import blocks, formats
 from prompts.compression import CHUNK_BYTES
 from prompts.inputs import InputFile, read_rows, scan_inputs
 from prompts.types import InputError
@@ -87,7 +87,7 @@ def test_a_line_longer_than_a_chunk_is_one_row(tmp_path: Path) -> None:
 def test_scan_and_read_agree_on_the_rows_wherever_chunks_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr(containers, "CHUNK_BYTES", 3)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 3)
     path = write(tmp_path / "a.jsonl", data)
     expected = [(n, line) for n, line in enumerate(data.split(b"\n"), start=1) if line.strip()]
     if not expected:
@@ -148,7 +148,7 @@ def test_a_file_that_ends_at_a_block_boundary_can_be_read(
     assert len(files[0].block_digests) == 2 * blocks.DIGEST_BYTES
     assert [row.data for row in read_rows(files)] == [b"{1}\n", b"{2}\n"]
     path.write_bytes(b"{1}\n{2}\n{3}\n")
-    monkeypatch.setattr(containers, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 4)
     rows = read_rows(files)
     assert [next(rows).data, next(rows).data] == [b"{1}\n", b"{2}\n"]
     with pytest.raises(InputError, match="changed after it was scanned"):

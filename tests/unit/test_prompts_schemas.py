@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 import pytest
 
+from prompts.conversation_parser import Conversation, Turn
 from prompts.dialects import Ids, Text, decode_row, label_of, read_item
-from prompts.options import DEFAULTS, Leading, ReadingOptions
-from prompts.turns import Conversation, Turn
+from prompts.reading_options import DEFAULTS, Leading, ReadingOptions
 from prompts.types import Alteration, InputError, RowError, RowReason
 
 

@@ -27,7 +27,7 @@ from templates import (
 )
 
 from prompts.inputs import RawRow
-from prompts.options import ReadingOptions, Thinking, Tools, Train
+from prompts.reading_options import ReadingOptions, Thinking, Tools, Train
 from prompts.render import Renderer
 from prompts.types import Alteration, BadRow, Prompt, RowReason
 

@@ -21,10 +21,10 @@ from prompt_files import (
 from templates import SMOLLM2, tokenizer_for
 
 from prompts.dialects import count_parts
-from prompts.first_rows import require_ignored
 from prompts.inputs import RawRow, scan_inputs
-from prompts.options import ReadingOptions, Thinking, Train
+from prompts.reading_options import ReadingOptions, Thinking, Train
 from prompts.render import Renderer
+from prompts.sniff import require_ignored
 from prompts.stream import read_prompts
 from prompts.training import is_trained, speaks_of_training
 from prompts.types import Alteration, BadRow, InputError, Prompt

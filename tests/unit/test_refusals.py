@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from extractor.refusals import abort_failure, http_failure
+from extractor.servers.refusals import abort_failure, http_failure
 from manifest.states import Reason
 
 #: The message of SGLang 0.5.11 to 0.5.23.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.retry import Failure, Remedy, RetryPolicy
+from extractor.dispatch.retry import Failure, Remedy, RetryPolicy
 from manifest.states import Reason
 
 POLICY = RetryPolicy(max_attempts=3)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers import make_identity, make_ready
 
-from extractor.served import (
+from extractor.servers.server_facts import (
     BOUND,
     BOUND_SETTINGS,
     RESOLVED_SETTINGS,

@@ -7,9 +7,9 @@ from helpers import LAYOUT, deserialize, make_identity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.config import Layout
-from extractor.errors import CorruptData, UsageError
-from extractor.shard_format import (
+from extractor.core.config import Layout
+from extractor.core.errors import CorruptData, UsageError
+from extractor.shards.format import (
     MAX_ROOM_BYTES,
     decode_shard_header,
     encode_shard_header,

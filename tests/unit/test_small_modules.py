@@ -13,19 +13,21 @@ from helpers import make_identity, make_start
 from hypothesis import given
 from hypothesis import strategies as st
 
-import extractor.preflight
-from extractor.dataset import dataset_document
-from extractor.files import file_system_type
-from extractor.tables import amount, parse_bytes, table
+import extractor.servers.preflight
+from extractor.core.humanize import amount, parse_bytes, table
+from extractor.shards.dataset import dataset_document
+from extractor.system.files import file_system_type
 
 PACKAGES = ("extractor", "manifest", "prompts")
 # The plugin's modules import torch and sglang; these two are what the client shares.
 MODULES = [
     *(
-        f"{package}.{module.name}"
+        module.name
         for package in PACKAGES
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
-        if module.name != "__main__"
+        for module in pkgutil.walk_packages(
+            importlib.import_module(package).__path__, f"{package}."
+        )
+        if not module.name.endswith("__main__")
     ),
     "server_patch.dump_format",
     "server_patch.settings",
@@ -90,8 +92,8 @@ def test_provenance_names_layers_in_both_conventions() -> None:
 def test_a_manifest_where_it_may_be_lost_is_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str | None
 ) -> None:
-    monkeypatch.setattr(extractor.preflight, "file_system_type", lambda path: kind)
-    warning = extractor.preflight.manifest_warning(tmp_path)
+    monkeypatch.setattr(extractor.servers.preflight, "file_system_type", lambda path: kind)
+    warning = extractor.servers.preflight.manifest_warning(tmp_path)
     assert warning is None if told is None else told in str(warning)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from extractor.turns import Gate, Turn, Turns
+from extractor.dispatch.scheduler import Gate, Turn, Turns
 
 
 def fleet(*limits: int) -> tuple[Turns, list[Gate]]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from extractor.verify import (
+from extractor.core.checks import (
     ReplyFacts,
     check_header,
     check_ids,

@@ -1,0 +1,55 @@
+"""`extractor doctor`: is everything there that a run needs?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from extractor.cli.console import run_async
+from extractor.cli.options import ADDRESS, DUMP_DIR_OPTION, PATH, SERVER_HELP, seconds_option
+from extractor.core.config import DEFAULT_OUT, DEFAULT_SERVER_URL, require_url
+from extractor.core.errors import UsageError
+from extractor.servers.doctor import examine
+
+
+@click.command("doctor", short_help="Check server, plugin, disks and limits.")
+@click.option(
+    "--server",
+    "urls",
+    type=ADDRESS,
+    multiple=True,
+    metavar="URL",
+    help=f"{SERVER_HELP}  [default: {DEFAULT_SERVER_URL}]",
+)
+@DUMP_DIR_OPTION
+@click.option(
+    "--out",
+    type=PATH,
+    default=DEFAULT_OUT,
+    show_default=True,
+    help="Directory that a run would write.",
+)
+@seconds_option("--server-wait", default=0.0, help="How long a server may take to come up.")
+@click.option(
+    "--clean",
+    is_flag=True,
+    help="Remove what dead servers left; dumps that a run could still adopt too.",
+)
+@click.pass_context
+def doctor_command(context: click.Context, /, urls: tuple[str, ...], **values: Any) -> None:
+    """Check server, plugin, layers, disks and limits: one OK or PROBLEM line each."""
+    if len(urls) > 1:
+        raise UsageError("doctor looks at one server at a time: run it once for each --server")
+    (url,) = urls or (DEFAULT_SERVER_URL,)
+    require_url(url)
+    if not run_async(_doctor(url=url, **values)):
+        context.exit(1)
+
+
+async def _doctor(**values: Any) -> bool:
+    is_well = True
+    async for check in examine(**values):
+        click.echo(str(check))
+        is_well = is_well and check.problem is None
+    return is_well

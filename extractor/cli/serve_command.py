@@ -1,0 +1,115 @@
+"""`extractor serve`: a server with the plugin."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from extractor.cli.console import note, run_async
+from extractor.cli.options import (
+    BYTES,
+    DUMP_DIR_OPTION,
+    LAST_OPTION,
+    LAYERS_OPTION,
+    PATH,
+    SGLANG_ARGUMENTS,
+    TEXT,
+    PassingCommand,
+    seconds_option,
+)
+from extractor.core.errors import ServerError
+from extractor.servers.launcher import free_port, running_server
+from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PRESETS, ServeOptions
+
+
+@click.command("serve", cls=PassingCommand)
+@click.option("--model", type=TEXT, required=True, metavar="PATH", help="Model folder or hub name.")
+@click.option(
+    "--host", type=TEXT, default="127.0.0.1", show_default=True, help="Address to listen on."
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=30000,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
+)
+@DUMP_DIR_OPTION
+@LAYERS_OPTION
+@LAST_OPTION
+@click.option(
+    "--radix-cache/--no-radix-cache",
+    default=False,
+    show_default=True,
+    help="Keep SGLang's prefix cache. Extraction isolates its requests from it anyway.",
+)
+@click.option(
+    "--preset",
+    type=click.Choice(list(PRESETS)),
+    default="none",
+    show_default=True,
+    help="multi-gpu: NCCL settings and flags for hosts where the start hangs.",
+)
+@click.option("--ring-bytes", type=BYTES, default=None, help="Staging memory of the plugin.")
+@click.option(
+    "--ring-slots", type=click.IntRange(2, 64), default=None, help="Parts of the staging memory."
+)
+@click.option(
+    "--writers",
+    "num_writers",
+    type=click.IntRange(1, 64),
+    default=None,
+    help="Processes of the plugin that write dumps.",
+)
+@click.option(
+    "--file-mode",
+    type=TEXT,
+    default=None,
+    metavar="OCTAL",
+    help="Permission bits of dumps, such as 660 for a client of another user.",
+)
+@click.option(
+    "--log",
+    "log_path",
+    type=PATH,
+    default=None,
+    help="Where the server's output goes.  [default: a temporary file]",
+)
+@seconds_option("--stall", default=120.0, help="Silence after which a stall is reported.")
+@click.pass_context
+def serve_command(
+    context: click.Context,
+    /,
+    host: str,
+    port: int,
+    layers: str | None,
+    last_kind: str | None,
+    **values: Any,
+) -> None:
+    """Start SGLang with the plugin; print its address on stdout when it is ready.
+
+    Ends when the server does, or within 20 s of Ctrl-C or SIGTERM, which stop the server's whole
+    process tree.
+    """
+    options = ServeOptions(
+        port=port or free_port(host),
+        host=host,
+        layers=layers or DEFAULT_LAYERS,
+        last_kind=last_kind or DEFAULT_LAST_KIND,
+        arguments=context.meta[SGLANG_ARGUMENTS],
+        **values,
+    )
+    run_async(_serve(options))
+
+
+async def _serve(options: ServeOptions) -> NoReturn:
+    async with running_server(options, note=note) as server:
+        click.echo(server.url)
+        sys.stdout.flush()
+        status = await server.process.wait()
+        raise ServerError(
+            f"the server ended with status {status}; the end of its log "
+            f"({server.process.log_path}):\n{server.process.log_text(tail_bytes=4096)}"
+        )

@@ -1,0 +1,70 @@
+"""`extractor show`: one row as the model will see it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extractor.cli.console import print_json, run_async
+from extractor.cli.options import ADDRESS, PATH, TOKENIZER_OPTION
+from extractor.cli.prompt_options import reading_from, reading_options
+from extractor.core.bounds import MAX_COUNT
+from extractor.core.config import DEFAULT_SERVER_URL, require_url
+from extractor.intake.prompt_stream import renderer_for
+from extractor.pipeline.show import server_tokenizer, show_row
+from prompts.types import BadRow
+
+
+@click.command("show")
+@click.argument("prompts", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--row",
+    "number",
+    type=click.IntRange(0, MAX_COUNT),
+    default=0,
+    show_default=True,
+    help="Number of the row over all files, from 0: that of its sample.",
+)
+@TOKENIZER_OPTION
+@click.option(
+    "--server",
+    "server_url",
+    type=ADDRESS,
+    default=DEFAULT_SERVER_URL,
+    show_default=True,
+    metavar="URL",
+    help="Server whose tokenizer to use.",
+)
+@reading_options
+@click.option("--ids", is_flag=True, help="Print the token ids, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.pass_context
+def show_command(
+    context: click.Context,
+    /,
+    prompts: tuple[Path, ...],
+    number: int,
+    tokenizer: str | None,
+    server_url: str,
+    ids: bool,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Show a row of PROMPTS as the model will see it, with the trained tokens marked ⟦so⟧.
+
+    The exit status is 1 for a row that gives no prompt.
+    """
+    reading = reading_from(values)
+    require_url(server_url)
+    if tokenizer is None:
+        tokenizer = run_async(server_tokenizer(server_url))
+    shown = show_row(prompts, renderer_for(tokenizer, reading), number)
+    if as_json:
+        print_json(shown.to_document())
+    else:
+        click.echo(shown.to_text(colours=sys.stdout.isatty(), ids=ids))
+    if isinstance(shown.item, BadRow):
+        context.exit(1)

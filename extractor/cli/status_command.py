@@ -1,0 +1,68 @@
+"""`extractor status`: how far a run is."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.live import Live as LiveDisplay
+
+from extractor.cli.console import print_json
+from extractor.cli.options import OUT_ARGUMENT
+from extractor.core.errors import UsageError
+from extractor.status.overview import failed_table, read_status
+from extractor.status.page import line, page, standing
+from extractor.status.report import totals_table
+from extractor.status.watcher import LINE_INTERVAL_S, LOOK_INTERVAL_S, Watcher, watch
+
+
+@click.command("status")
+@OUT_ARGUMENT
+@click.option("--all", "all_failures", is_flag=True, help="List every failed row.")
+@click.option(
+    "--watch",
+    "is_watch",
+    is_flag=True,
+    help="Go on showing it until the run ends: live in a terminal, else a line every 30 s.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the status as JSON.")
+def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool) -> None:
+    """Show how far the run in DIR is, and which rows failed and why.
+
+    It may be going on meanwhile, in another process of this host.
+    """
+    if is_watch:
+        if as_json or all_failures:
+            raise UsageError("--watch goes with neither --json nor --all")
+        with suppress(KeyboardInterrupt):  # the usual way to leave
+            _watch(out)
+        return
+    if as_json:
+        print_json(read_status(out, all_failures=all_failures).to_document())
+        return
+    look = Watcher(out).look()  # first: what ends meanwhile may be told as at work, not the reverse
+    status = read_status(out, all_failures=all_failures)
+    identity = status.identity
+    click.echo(f"{out}: {standing(look)}")
+    click.echo(
+        f"{identity.model}: boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
+        f"{identity.dtype}"
+    )
+    click.echo(totals_table(status.totals, num_unread=status.num_unread))
+    if status.failed:
+        click.echo(failed_table(status))
+
+
+def _watch(out: Path) -> None:
+    console = Console()
+    if not console.is_terminal:
+        watch(out, lambda look: click.echo(line(look)), interval_s=LINE_INTERVAL_S)
+        return
+    with LiveDisplay(console=console, auto_refresh=False, transient=False) as display:
+        watch(
+            out,
+            lambda look: display.update(page(look), refresh=True),
+            interval_s=LOOK_INTERVAL_S,
+        )

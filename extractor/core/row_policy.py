@@ -1,0 +1,68 @@
+"""What becomes of prompts that are too long, too short, double or bad. Pure values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from extractor.core.bounds import MAX_COUNT, require_within
+from extractor.core.errors import UsageError
+
+
+class OnTooLong(StrEnum):
+    """A prompt longer than the server takes, or than `--max-tokens`."""
+
+    SKIP = "skip"  # the row fails with too_long
+    TRUNCATE = "truncate"  # its first tokens are kept, and that is recorded
+    FAIL = "fail"  # the run stops
+
+
+class OnBadRow(StrEnum):
+    """A row that gives no prompt."""
+
+    SKIP = "skip"  # the row fails with its reason
+    FAIL = "fail"  # the run stops
+
+
+class OnDuplicate(StrEnum):
+    """A prompt that an earlier row gave already."""
+
+    KEEP = "keep"
+    SKIP = "skip"  # the row fails with duplicate, which is then no failure of the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Raises UsageError for bounds that no prompt can meet."""
+
+    on_too_long: OnTooLong = OnTooLong.SKIP
+    on_bad_row: OnBadRow = OnBadRow.SKIP
+    on_duplicate: OnDuplicate = OnDuplicate.KEEP
+    max_tokens: int | None = None  # beside what the server takes
+    min_tokens: int = 1
+    min_trained: int = 0
+
+    def __post_init__(self) -> None:
+        require_within("--max-tokens", self.max_tokens, least=1, most=MAX_COUNT)
+        require_within("--min-tokens", self.min_tokens, least=1, most=MAX_COUNT)
+        require_within("--min-trained", self.min_trained, least=0, most=MAX_COUNT)
+        for option, least in (
+            ("--min-tokens", self.min_tokens),
+            ("--min-trained", self.min_trained),
+        ):
+            if self.max_tokens is not None and self.max_tokens < least:
+                raise UsageError(f"--max-tokens {self.max_tokens} is less than {option} {least}")
+
+    def to_document(self) -> dict[str, Any]:
+        """The part that decides what is in a data set, JSON-ready."""
+        return {
+            "on_too_long": self.on_too_long.value,
+            "on_duplicate": self.on_duplicate.value,
+            "max_tokens": self.max_tokens,
+            "min_tokens": self.min_tokens,
+            "min_trained": self.min_trained,
+        }
+
+
+DEFAULT_POLICY: Final = Policy()

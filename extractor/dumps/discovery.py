@@ -1,0 +1,240 @@
+"""Edge: who writes under the dump root: READY.json, FAILED.json, and whether they are alive."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+from os.path import realpath
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from extractor.core.config import DEFAULT_DUMP_ROOT
+from extractor.core.errors import BadDumpDir, ExtractorError, PluginError, storage_error
+from extractor.dumps.dump_reader import Rank
+from manifest.causes import LIMIT_ERRNOS
+from server_patch.dump_format import (
+    FAILED_NAME,
+    READY_NAME,
+    DumpFormatError,
+    Ready,
+    decode_ready,
+)
+from server_patch.settings import DUMP_DIR
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedWriter:
+    """A writer that says why it captures nothing."""
+
+    directory: Path
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writers:
+    """Everything that ever announced itself under one dump root and is still there."""
+
+    root: Path
+    alive: tuple[Rank, ...]
+    dead: tuple[Rank, ...]
+    failed: tuple[FailedWriter, ...]
+    unreadable: tuple[str, ...]
+
+
+def scan_writers(root: Path) -> Writers:
+    """Look at every `<root>/<boot id>/<rank>/`. A missing root is an empty one."""
+    alive: list[Rank] = []
+    dead: list[Rank] = []
+    failed: list[FailedWriter] = []
+    unreadable: list[str] = []
+    for directory in sorted(root.glob("*/*/")):
+        try:
+            if (directory / READY_NAME).exists():
+                ready = decode_ready((directory / READY_NAME).read_bytes())
+                rank = Rank(directory=directory, ready=ready)
+                (alive if is_alive(ready) else dead).append(rank)
+            elif (directory / FAILED_NAME).exists():
+                document = json.loads((directory / FAILED_NAME).read_bytes())
+                failed.append(FailedWriter(directory=directory, reason=str(document["reason"])))
+        except (OSError, DumpFormatError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, OSError) and error.errno in LIMIT_ERRNOS:
+                raise
+            unreadable.append(f"{directory}: {error}")
+    return Writers(
+        root=root,
+        alive=tuple(alive),
+        dead=tuple(dead),
+        failed=tuple(failed),
+        unreadable=tuple(unreadable),
+    )
+
+
+def is_alive(ready: Ready) -> bool:
+    """Whether the very process that wrote READY.json still runs."""
+    return is_same_process(ready.pid, ready.pid_start_ticks, ready.pid_namespace)
+
+
+def is_same_process(pid: int, start_ticks: int, namespace: str | None) -> bool:
+    """Whether the process that had this pid when it started then still runs: a pid may be used
+    again, its start time with it may not.
+
+    One in another PID namespace, as in another container, cannot be seen from here and is taken
+    for alive: its files must not be touched, and the probe tells whether it works.
+    """
+    if namespace not in (None, pid_namespace()):
+        return True
+    return process_start_ticks(pid) == start_ticks
+
+
+def pid_namespace() -> str:
+    """The name of this process's PID namespace."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """Field 22 of /proc/<pid>/stat; None when there is no such process or it is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None  # any other error is not about that process
+    # The second field, the command, may hold spaces and parentheses: count from its end.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def ranks_of(
+    writers: Writers, *, url: str, model_path: str, others: Sequence[str] = ()
+) -> tuple[Rank, ...]:
+    """All data-parallel ranks of the server at `url`.
+
+    The port distinguishes servers of one host, and the address those that share a port. Behind a
+    tunnel or a container's port mapping the port differs; then the only live server with that model
+    is used, and the probe proves the choice. `others`: addresses of other servers, whose ports are
+    taken. Raises PluginError and BadDumpDir, each with the next step for the user.
+    """
+    port, host = urlsplit(url).port, urlsplit(url).hostname
+    taken = {urlsplit(other).port for other in others}
+    same_port = [rank for rank in writers.alive if rank.ready.port == port]
+    same_model = [
+        rank
+        for rank in writers.alive
+        if rank.ready.model_path == model_path and rank.ready.port not in taken
+    ]
+    same_address = [rank for rank in same_port if _is_same_host(rank.ready.host, host)]
+    boots = {rank.ready.boot_id for rank in same_address or same_port or same_model}
+    if not boots:
+        raise _absent(writers, url)
+    # Where only the model is the same, the writer may be of another server.
+    if not same_port and (elsewhere := _elsewhere(writers.root, url)) is not None:
+        raise elsewhere
+    if len(boots) > 1:
+        raise PluginError(
+            f"several live servers dump under {writers.root} and none is known to be the one at "
+            f"{url}: {', '.join(sorted(boots))}. Give each its own --dump-dir."
+        )
+    (boot,) = boots
+    ranks = sorted(
+        (rank for rank in writers.alive if rank.ready.boot_id == boot),
+        key=lambda rank: rank.ready.rank,
+    )
+    _require_whole(ranks, writers)
+    return tuple(ranks)
+
+
+def _require_whole(ranks: Sequence[Rank], writers: Writers) -> None:
+    ready = ranks[0].ready
+    missing = set(range(ready.dp_size)) - {rank.ready.rank for rank in ranks}
+    if missing:
+        raise PluginError(
+            f"{writers.root / ready.boot_id}: data-parallel rank(s) {sorted(missing)} of "
+            f"{ready.dp_size} have no live {READY_NAME}; see the server's log"
+        )
+
+
+def _is_same_host(one: str, other: str | None) -> bool:
+    try:
+        return ip_address(one) == ip_address(other or "")
+    except ValueError:
+        return one == other
+
+
+def _absent(writers: Writers, url: str) -> ExtractorError:
+    """The error to raise if no writer under the dump root belongs to the server at `url`.
+
+    The environment of the server's process, if it can be read, shows the actual dump root.
+    Otherwise, a directory under which no server has ever announced itself is a wrong --dump-dir,
+    unless it is the default, which the user did not choose.
+    """
+    root = writers.root
+    try:
+        os.scandir(root).close()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno in LIMIT_ERRNOS:
+            return storage_error(error)
+        return BadDumpDir(
+            f"--dump-dir {root} cannot be read ({error.strerror}). Name the directory that the "
+            "server's plugin dumps under (its SGLANG_HS_DUMP_DIR)."
+        )
+    if (elsewhere := _elsewhere(root, url)) is not None:
+        return elsewhere
+    if writers.failed:
+        reasons = "; ".join(
+            f"{failed.directory.name}: {failed.reason}" for failed in writers.failed
+        )
+        return PluginError(f"the plugin of a server under {root} gave up: {reasons}")
+    if writers.unreadable:
+        return PluginError(
+            "cannot read what the plugin announced: " + "; ".join(writers.unreadable)
+        )
+    if writers.dead:
+        return PluginError(
+            f"the server(s) that announced themselves under {root} are dead "
+            f"(pid {', '.join(str(rank.ready.pid) for rank in writers.dead)}), and the one at "
+            f"{url} did not. Start it with `extractor serve`, or with SGLANG_HS_DUMP_DIR set."
+        )
+    if not (writers.alive or root == DEFAULT_DUMP_ROOT or _dump_root_of_server(url)):
+        state = "holds no server's dumps" if root.exists() else "does not exist"
+        return BadDumpDir(
+            f"--dump-dir {root} {state}. Name the directory that the plugin of the server at {url} "
+            "dumps under; or, if that server has no plugin, start it with `extractor serve "
+            f"--model … --dump-dir {root}`, or with SGLANG_HS_DUMP_DIR={root}."
+        )
+    return PluginError(
+        f"the server at {url} has no plugin that dumps under {root}. "
+        "Start it with `extractor serve --model …`; or install hidden-state-extractor in the "
+        f"server's environment and set SGLANG_HS_DUMP_DIR={root} for it; or name its "
+        "directory with --dump-dir."
+    )
+
+
+def _elsewhere(root: Path, url: str) -> BadDumpDir | None:
+    """The error where the server at `url` is known to dump under another directory than `root`."""
+    dumps_at = _dump_root_of_server(url)
+    if dumps_at is None or realpath(dumps_at) == realpath(root):
+        return None
+    return BadDumpDir(
+        f"the server at {url} dumps under {dumps_at}, not under {root}. Write --dump-dir {dumps_at}"
+    )
+
+
+def _dump_root_of_server(url: str) -> str | None:
+    """The dump root in the environment of the process that listens on the port of `url`.
+
+    None if no process of this machine listens there, or its environment cannot be read.
+    """
+    parts = urlsplit(url)
+    with suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == parts.port:
+                if connection.pid is not None:
+                    environment = psutil.Process(connection.pid).environ()
+                    return environment.get(DUMP_DIR) or None
+    return None

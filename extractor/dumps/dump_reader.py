@@ -1,0 +1,184 @@
+"""Edge: finds what the plugin wrote under the dump root."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from extractor.core.plan import run_of
+from extractor.dumps.correlator import Piece
+from extractor.system.inotify import DirectoryWatch
+from server_patch.dump_format import (
+    Dump,
+    DumpFormatError,
+    ErrorRecord,
+    Ready,
+    decode_error,
+    is_dump_name,
+    is_error_name,
+    open_dump,
+    read_beginning,
+)
+
+#: An error record is a few hundred bytes.
+MAX_ERROR_BYTES = 1 << 20
+#: Names of other runs' removed files to keep before they are purged.
+MAX_STALE_NAMES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One writer of a server: a data-parallel rank and the directory it dumps to."""
+
+    directory: Path
+    ready: Ready
+    #: Files of other runs: name -> run. All watchers share it, so each header is read once; a
+    #: writer never reuses a name.
+    others: dict[str, str | None] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DumpFile:
+    """A dump and the checked content of its header."""
+
+    path: Path
+    dump: Dump
+    content: bytes | None = None  # of the whole file, where it was read at once
+
+
+DumpPiece = Piece[DumpFile]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BrokenFile:
+    """A file with a final name whose content is not what its name promises."""
+
+    path: Path
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorFile:
+    path: Path
+    record: ErrorRecord
+
+
+Arrival = DumpFile | ErrorFile | BrokenFile
+
+
+class DumpWatcher:
+    """Reports each new file of some ranks once, and opens no other.
+
+    A file that is being written has another name, so what is seen is whole.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Rank],
+        *,
+        rid_prefix: str = "",
+        whole_bytes: int = 0,
+        is_skipping: bool = False,
+    ) -> None:
+        """`rid_prefix`: report only files whose rid begins with it. `whole_bytes`: dumps up to this
+        size are read whole and kept in memory with their header. `is_skipping`: never open files
+        that exist now."""
+        self._rid_prefix = rid_prefix
+        self._run_id = run_of(rid_prefix)
+        self._whole_bytes = whole_bytes
+        self._ranks = {rank.directory: rank for rank in ranks}
+        self._watch = DirectoryWatch(tuple(self._ranks), is_wanted=_is_wanted)
+        self._unread: deque[tuple[Rank, str]] = deque()
+        if is_skipping:
+            self._watch.skip()
+
+    def poll(self, *, most: int | None = None) -> list[tuple[Rank, Arrival]]:
+        """The files that appeared since the last poll. Raises OSError when a directory is gone.
+
+        `most`: open at most this many files, the newest first; the next poll continues.
+        """
+        news = [
+            (rank, name)
+            for directory, name in self._watch.poll()
+            if self._may_be_ours(rank := self._ranks[directory], name)
+        ]
+        self._unread.extendleft(reversed(news))
+        self._forget_removed()
+        arrivals: list[tuple[Rank, Arrival]] = []
+        for _ in range(len(self._unread) if most is None else min(most, len(self._unread))):
+            rank, name = self._unread.popleft()
+            arrival = _read(rank.directory / name, self._whole_bytes)
+            if arrival is not None and self._is_ours(rank, name, arrival):
+                arrivals.append((rank, arrival))
+        return arrivals
+
+    def report_again(self) -> None:
+        """Report every file again except skipped ones; from now on, read headers only."""
+        self._whole_bytes = 0
+        self._unread.clear()
+        self._watch.report_again()
+
+    async def wait(self) -> None:
+        """Return when there may be something to poll."""
+        if self._unread:
+            await asyncio.sleep(0)
+        else:
+            await self._watch.wait()
+
+    def _may_be_ours(self, rank: Rank, name: str) -> bool:
+        return self._run_id is None or rank.others.get(name, self._run_id) == self._run_id
+
+    def _is_ours(self, rank: Rank, name: str, arrival: Arrival) -> bool:
+        match arrival:
+            case DumpFile(dump=dump):
+                rid = dump.header.rid
+            case ErrorFile(record=record):
+                rid = record.rid
+            case BrokenFile():
+                return True  # its owner cannot be read
+        if self._run_id is not None and (run_id := run_of(rid)) != self._run_id:
+            rank.others[name] = run_id and sys.intern(run_id)
+        return rid.startswith(self._rid_prefix)
+
+    def _forget_removed(self) -> None:
+        """Purge the names of other runs' files that were removed."""
+        for directory, rank in self._ranks.items():
+            if len(rank.others) > self._watch.num_reported(directory) + MAX_STALE_NAMES:
+                for name in [*rank.others]:
+                    if not self._watch.is_reported(directory, name):
+                        del rank.others[name]
+
+
+def disown(ranks: Sequence[Rank]) -> None:
+    """Mark every existing file as another run's, without opening it.
+
+    For a run that has not sent a request yet.
+    """
+    known = {rank.directory: rank for rank in ranks}
+    with suppress(FileNotFoundError):  # another client removed a dead server's directory
+        for directory, name in DirectoryWatch(tuple(known), is_wanted=_is_wanted).poll():
+            known[directory].others[name] = None
+
+
+def _is_wanted(name: str) -> bool:
+    return is_dump_name(name) or is_error_name(name)
+
+
+def _read(path: Path, whole_bytes: int) -> Arrival | None:
+    try:
+        if is_error_name(path.name):
+            with open(open_dump(path), "rb") as file:
+                return ErrorFile(path=path, record=decode_error(file.read(MAX_ERROR_BYTES)))
+        dump, beginning = read_beginning(path, whole_bytes=whole_bytes)
+        return DumpFile(path, dump, beginning if dump.size_bytes <= whole_bytes else None)
+    except FileNotFoundError:
+        return None  # removed by its owner, another run on the same server
+    except DumpFormatError as error:
+        return BrokenFile(path=path, problem=str(error))

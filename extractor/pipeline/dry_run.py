@@ -1,0 +1,264 @@
+"""`extractor run --dry-run`: what the run would do, without a trace of it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from extractor.core.admission import Admission, Room, token_bound
+from extractor.core.config import Layout, RunOptions
+from extractor.core.errors import BadDumpDir, PluginError, ServerUnreachable, UsageError
+from extractor.core.humanize import counted
+from extractor.core.plan import Limits, Request
+from extractor.dispatch.limiter import MOST_LIMIT
+from extractor.dispatch.places import LIGHT_BYTES, num_places
+from extractor.dispatch.retry import Failure
+from extractor.dispatch.server_pool import require_connections
+from extractor.intake.prompt_files import scan_prompts
+from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of, renderer_for
+from extractor.pipeline.forecast import Forecast, Speed, forecast_document, forecast_text
+from extractor.servers.client import Client, clients_of
+from extractor.servers.preflight import (
+    Target,
+    shm_budget,
+)
+from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, boundaries_of
+from extractor.servers.target import require_targets
+from extractor.status.reporters import Reporter
+from extractor.status.watcher import Watcher
+from extractor.system.files import free_bytes
+from manifest.errors import ManifestMissing
+from prompts.types import Prompt
+
+#: How long the probe of the server's speed sends prompts.
+PROBE_S = 5.0
+#: Requests that the probe has in flight with each server, where no number was named.
+PROBE_CONCURRENCY = 64
+#: The rids of the probe: without the prefix of ours, so that the plugin dumps nothing.
+PROBE_RID = "dry-run"
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """What a dry run found out."""
+
+    forecast: Forecast
+    speed: Speed | None
+    why_no_speed: str
+    free_bytes: int  # where the data set would be written
+
+    def to_document(self) -> dict[str, Any]:
+        """The stable JSON of `extractor run --dry-run --json`."""
+        return {**forecast_document(self.forecast, self.speed), "free_bytes": self.free_bytes}
+
+    def to_text(self) -> str:
+        """What `extractor run --dry-run` prints."""
+        return forecast_text(
+            self.forecast,
+            self.speed,
+            free_bytes=self.free_bytes,
+            why_no_speed=self.why_no_speed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Surroundings:
+    """What is known of the server, or of the model where there is no server."""
+
+    tokenizer: str
+    limits: Limits | None = None
+    layout: Layout | None = None
+    targets: tuple[Target, ...] = ()
+    why_no_speed: str = ""
+
+
+async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
+    """Tokenise every row and count. Sends a few prompts to the server, if one answers, to measure
+    its speed; writes nothing.
+
+    Raises InputError, TokenizerError, UsageError, ConfigMismatch.
+    """
+    require_connections(options.concurrency, num_servers=len(options.server_urls))
+    concurrency = options.concurrency or PROBE_CONCURRENCY
+    if settled := _settled_in(options.out):
+        reporter.note(
+            f"{options.out} has {counted(settled, 'row')} settled already, and a run leaves them "
+            "as they are; what follows is of all rows"
+        )
+    async with clients_of(
+        options.server_urls,
+        concurrency=concurrency,
+        request_timeout_s=options.request_timeout_s,
+    ) as clients:
+        around = await _surroundings(options, clients, reporter)
+        forecast = await _forecast(options, around, reporter)
+        speed = None
+        if around.targets and forecast.sample:
+            answering = {target.url for target in around.targets}
+            speed = await _measured(
+                [client for client in clients if client.url in answering],
+                forecast.sample,
+                concurrency,
+            )
+    return DryRun(
+        forecast=forecast,
+        speed=speed,
+        why_no_speed=around.why_no_speed or "no prompt could be sent.",
+        free_bytes=free_bytes(_nearest(options.out)),
+    )
+
+
+def _settled_in(out: Path) -> int:
+    """Rows that earlier sessions stored or gave up; 0 where there is no run."""
+    with suppress(ManifestMissing, UsageError):
+        begun = Watcher(out).look().begun
+        return 0 if begun is None else begun.num_settled
+    return 0
+
+
+async def _surroundings(
+    options: RunOptions, clients: Sequence[Client], reporter: Reporter
+) -> _Surroundings:
+    try:
+        found = await require_targets(clients, options, note=reporter.note)
+    except ServerUnreachable:
+        return _without_server(options)
+    except (PluginError, BadDumpDir) as error:
+        return _Surroundings(tokenizer=await _tokenizer(options, clients), why_no_speed=str(error))
+    targets = tuple(target for target in found if target is not None)
+    return _Surroundings(
+        tokenizer=options.tokenizer or targets[0].facts.tokenizer_path,
+        limits=Limits.strictest([target.limits for target in targets]),
+        layout=Layout.of(targets[0].ready),
+        targets=targets,
+    )
+
+
+async def _tokenizer(options: RunOptions, clients: Sequence[Client]) -> str:
+    """That of the first server that answers."""
+    if options.tokenizer is not None:
+        return options.tokenizer
+    for client in clients[:-1]:
+        with suppress(ServerUnreachable):
+            return (await client.facts()).tokenizer_path
+    return (await clients[-1].facts()).tokenizer_path
+
+
+def _without_server(options: RunOptions) -> _Surroundings:
+    tokenizer = options.tokenizer or options.model
+    why = f"no server answers at {', '.join(options.server_urls)}."
+    if tokenizer is None:
+        raise UsageError(f"{why} Name a --tokenizer (or none, for rows of ids), or a --model.")
+    if options.model is None or not (Path(options.model) / "config.json").is_file():
+        return _Surroundings(tokenizer=tokenizer, why_no_speed=why)
+    limits, layout = _from_model(Path(options.model), options)
+    return _Surroundings(tokenizer=tokenizer, limits=limits, layout=layout, why_no_speed=why)
+
+
+def _from_model(folder: Path, options: RunOptions) -> tuple[Limits | None, Layout]:
+    """What a server of that model would serve, by its configuration."""
+    try:
+        config = orjson.loads((folder / "config.json").read_bytes())
+        config = {**config, **config.get("text_config", {})}
+        num_layers, hidden_size = config["num_hidden_layers"], config["hidden_size"]
+        dtype = _DTYPES[config.get("dtype") or config.get("torch_dtype") or "bfloat16"]
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise UsageError(f"{folder / 'config.json'}: no model's configuration ({error})") from error
+    layout = Layout(
+        boundaries=boundaries_of(options.layers or DEFAULT_LAYERS, num_layers=num_layers),
+        hidden_size=hidden_size,
+        dtype=dtype,
+        last_kind=options.last_kind or DEFAULT_LAST_KIND,
+    )
+    longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
+    if not isinstance(longest, int) or not isinstance(vocab_size, int):
+        return None, layout
+    limits = Limits(max_prompt_tokens=longest - 1, vocab_size=vocab_size, chunk_tokens=longest)
+    return limits, layout
+
+
+async def _forecast(options: RunOptions, around: _Surroundings, reporter: Reporter) -> Forecast:
+    room = None
+    if around.layout is not None:
+        room = Room(layout=around.layout, budget_bytes=_budget(options, around))
+    forecast = Forecast(
+        admission=Admission(options.policy, around.limits, room),
+        limits=around.limits,
+        room=room,
+        num_held=num_places((options.concurrency or MOST_LIMIT) * len(options.server_urls)),
+        light_bytes=LIGHT_BYTES,
+        shard_bytes=options.shard_bytes,
+        num_movers=options.num_movers,
+    )
+    bound = token_bound(options.policy, around.limits)
+    renderer = await asyncio.to_thread(renderer_for, around.tokenizer, options.reading, bound)
+    with tempfile.TemporaryDirectory(prefix="dry-run-") as scratch:
+        files = await asyncio.to_thread(
+            scan_prompts, options.prompts, options.reading, spool_directory=Path(scratch)
+        )
+        num_rows = sum(file.num_rows for file in files)
+        reporter.note(f"{counted(num_rows, 'row')} in {counted(len(files), 'file')}; tokenising")
+        workers = num_workers_for(num_rows, options.tokenizer_workers)
+        with prompts_of(files, renderer, num_workers=workers) as rows:
+            async for row in in_thread(rows):
+                forecast.add(row)
+    return forecast
+
+
+def _budget(options: RunOptions, around: _Surroundings) -> int:
+    if around.targets:
+        assert around.limits is not None
+        ranks = [rank for target in around.targets for rank in target.ranks]
+        return shm_budget(ranks, options.shm_budget_bytes, limits=around.limits)
+    if options.shm_budget_bytes is not None:
+        return options.shm_budget_bytes
+    return free_bytes(_nearest(options.dump_root)) // 2
+
+
+async def _measured(
+    clients: Sequence[Client], prompts: Sequence[Prompt], concurrency: int
+) -> Speed | None:
+    """The servers' prefill speed, from as many of the prompts as they take in `PROBE_S`."""
+    # Several dry runs may use one server at the same time, and it rejects duplicate rids.
+    rid = f"{PROBE_RID}-{secrets.token_hex(4)}"
+    waiting = deque(enumerate(prompts))
+    num_tokens = num_prompts = 0
+    started = time.monotonic()
+
+    async def send(client: Client) -> None:
+        nonlocal num_tokens, num_prompts
+        while waiting and time.monotonic() - started < PROBE_S:
+            number, prompt = waiting.popleft()
+            reply = await client.generate(Request(rid=f"{rid}-{number}", prompt=prompt))
+            if not isinstance(reply, Failure):
+                num_tokens += prompt.num_tokens
+                num_prompts += 1
+
+    for client in clients:
+        await client.generate(Request(rid=f"{rid}-warm-up", prompt=prompts[0]))
+    started = time.monotonic()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(concurrency, len(prompts))):
+            for client in clients:
+                tasks.create_task(send(client))
+    seconds = time.monotonic() - started
+    if not num_tokens:
+        return None
+    return Speed(tokens_per_s=num_tokens / seconds, num_prompts=num_prompts, seconds=seconds)
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())

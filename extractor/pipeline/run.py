@@ -1,0 +1,361 @@
+"""The main job: stream prompts to the server, prove what comes back, keep it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from extractor.core.admission import token_bound
+from extractor.core.config import Identity, RunOptions
+from extractor.core.counters import Counters, Stage
+from extractor.core.errors import (
+    BadAddress,
+    BadDumpDir,
+    ServerError,
+    ServerGone,
+    first_known,
+    storage_error,
+)
+from extractor.core.humanize import amount, counted, milliseconds, table
+from extractor.core.plan import Limits, rid_prefix
+from extractor.dispatch.health import RESTART_ADVICE
+from extractor.dispatch.limiter import MOST_LIMIT
+from extractor.dispatch.provenance import Provenance
+from extractor.dispatch.server_pool import Member, require_connections
+from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
+from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
+from extractor.intake.prompt_stream import renderer_for
+from extractor.pipeline.resume import (
+    NOW,
+    RunState,
+    begin_or_continue,
+    begun_with_identity,
+    require_same_inputs,
+    with_frozen_clock,
+)
+from extractor.pipeline.session import Session, shard_settings
+from extractor.servers.client import Client, clients_of
+from extractor.servers.preflight import (
+    manifest_warning,
+    prepare_out,
+    require_dump_directory,
+    require_probe,
+)
+from extractor.servers.shm_budget import headroom
+from extractor.servers.target import require_targets
+from extractor.shards.mover import seal_left_open
+from extractor.shards.recovery import Reconciled, reconcile
+from extractor.shards.strays import require_begun, require_manifest
+from extractor.status.live_file import LiveFile
+from extractor.status.report import session_document, totals_document, totals_table
+from extractor.status.reporters import Reporter, Together
+from extractor.system.lock import exclusive
+from manifest.owner import Commits, StoreOwner
+from manifest.records import Totals
+from manifest.states import ASKED_FOR, State
+from manifest.store import Store
+from prompts.inputs import InputFile
+from prompts.render import Renderer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a finished run leaves."""
+
+    totals: Totals
+    counters: Counters
+    duplicates: int | None  # among stored samples; None where nothing was stored, so not counted
+    members: tuple[Member, ...]  # the servers; empty where nothing was to be sent
+    commits: Commits  # of the manifest, this session
+    run_id: str
+
+    @property
+    def num_failed(self) -> int:
+        """Failed rows, but for those that the user asked to leave out."""
+        asked_for = sum(self.totals.by_reason.get(reason, 0) for reason in ASKED_FOR)
+        return self.totals.by_state.get(State.FAILED, 0) - asked_for
+
+    def to_document(self, out: Path) -> dict[str, Any]:
+        """The stable JSON of `extractor run --json`."""
+        counters = self.counters
+        return {
+            "out": str(out),
+            **totals_document(self.totals),
+            "duplicates": self.duplicates,
+            "session": {
+                **session_document(counters),
+                "peak_shm_bytes": counters.peak_shm_bytes,
+                "servers": [member.to_document() for member in self.members],
+                "commits": self.commits.to_document(),
+            },
+        }
+
+    def to_text(self, out: Path) -> str:
+        """What `extractor run` prints at its end."""
+        counters = self.counters
+        lines = [totals_table(self.totals)]
+        if counters.stored:
+            residency = counters.stages[Stage.RESIDENCY]
+            session = [
+                ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
+                ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
+                ("room held for dumps", f"{amount(counters.peak_shm_bytes)} at most"),
+                (
+                    "a dump lay there",
+                    f"{milliseconds(residency.quantile(0.5))} at the median, "
+                    f"{milliseconds(residency.quantile(0.99))} at p99",
+                ),
+                *((f"requests at {member.url}", member.to_text()) for member in self.members),
+                ("sent again", f"{counters.retried:,}"),
+                ("duplicates", f"{self.duplicates or 0:,}"),
+            ]
+            lines.append(table(session))
+        if self.num_failed:
+            lines.append(f"failed rows, each with its reason: extractor status {out}")
+        lines.append(f"data set in {out}; prove it with: extractor verify {out}")
+        return "\n".join(lines)
+
+
+async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
+    """Extract every row of the input; returns when each is stored or failed.
+
+    Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
+    then stays, and the same call goes on.
+    """
+    require_connections(options.concurrency, num_servers=len(options.server_urls))
+    reporter = Together(reporter)
+    try:
+        files = await asyncio.to_thread(_scan, options)
+    except asyncio.CancelledError:
+        if reads_stdin(options.prompts):
+            forget_spooled(options.out)  # the thread may read for as long as it likes
+        raise
+    prepare_out(options.out)
+    if (warning := manifest_warning(options.out)) is not None:
+        reporter.note(warning, level="warning")
+    try:
+        with exclusive(options.out):
+            require_manifest(options.out)
+            with closing(LiveFile(options.out)) as live:
+                async with _open_manifest(options) as owner:
+                    return await _run_until_done(options, Together(reporter, live), files, owner)
+    except OSError as error:
+        raise storage_error(error, where=options.out) from error
+
+
+async def _run_until_done(
+    options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
+) -> RunSummary:
+    """Begin anew, for as long as a server that went comes back in time."""
+    counters = Counters()
+    while True:
+        try:
+            return await _run(options, reporter, files, owner, counters)
+        except (ServerGone, ExceptionGroup) as error:
+            if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
+                raise
+            what = str(gone).removesuffix(RESTART_ADVICE).rstrip()
+            reporter.note(
+                f"{what}\nwaiting up to {options.server_wait_s:.0f} s for it",
+                event="servers_gone",
+                level="warning",
+            )
+            if counters.sent:
+                # The failed rows of earlier commands were opened again; one that fails in this
+                # command, perhaps because it kills servers, is not retried forever. A server that
+                # comes back must match the one that the user allowed to differ.
+                options = replace(options, retry_failed=False, allow_model_change=False)
+
+
+def _scan(options: RunOptions) -> tuple[InputFile, ...]:
+    if reads_stdin(options.prompts):
+        prepare_out(options.out)
+    return scan_prompts(options.prompts, options.reading, spool_directory=options.out)
+
+
+async def _run(
+    options: RunOptions,
+    reporter: Reporter,
+    files: tuple[InputFile, ...],
+    owner: StoreOwner,
+    counters: Counters,
+) -> RunSummary:
+    state = await RunState.load(owner, files, counters)
+    if state.is_new:
+        require_begun(options.out)
+    else:
+        await require_same_inputs(owner, options, files)
+    options = await with_frozen_clock(owner, options, state)
+    left = await reconcile(owner, options.shards_path, note=reporter.note)
+    state.forget(left.lost)
+    async with clients_of(
+        options.server_urls,
+        concurrency=options.concurrency or MOST_LIMIT,
+        request_timeout_s=options.request_timeout_s,
+    ) as clients:
+        try:
+            members, renderer = await _preflight(options, clients, reporter, counters)
+        except (ServerError, BadAddress, BadDumpDir):
+            if not state.is_finished or options.retry_failed:
+                raise
+            reporter.note("Every row is settled already; the server was not needed.")
+            await _seal_all(owner, options, left)
+            begun_with = await begun_with_identity(owner)
+            (await Provenance.load(owner, options.out, begun_with, allow_change=False)).write()
+            return await _summary(owner, state)
+        targets = [member.target for member in members if member.target is not None]
+        ready = targets[0].ready
+        identity = Identity.of(
+            ready,
+            tokenizer_digest=renderer.tokenizer_digest,
+            template_digest=renderer.template_digest,
+            reading=options.reading_document | ({NOW: renderer.now} if renderer.now else {}),
+            inputs=tuple(file.digest for file in files),
+        )
+        identity = await begin_or_continue(
+            owner,
+            options.out,
+            identity,
+            files,
+            state,
+            renderer,
+            has_work=not state.is_finished or options.retry_failed,
+        )
+        options.shards_path.mkdir(exist_ok=True)
+        provenance = await Provenance.load(
+            owner, options.out, identity, allow_change=options.allow_model_change
+        )
+        for target in targets:
+            provenance.check(target)
+            if target.ready.weights is None:
+                reporter.note(
+                    f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
+                    "only the canary can detect another checkpoint: see the server's log, or "
+                    "upgrade hidden-state-extractor in its environment",
+                    level="warning",
+                )
+        provenance.write()
+        if options.retry_failed:
+            # Only now: a command that is refused must leave the data set as it was.
+            reopened = await owner.call(Store.reopen_failed)
+            reporter.note(f"tried again: {counted(reopened, 'failed row')}")
+            counters.failed_by_reason.clear()
+            state = await RunState.load(owner, files, counters)
+        if state.is_finished:
+            remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
+            for target in targets:
+                Collector(target.ranks, rid_prefix=rid_prefix(state.run_id)).sweep()
+            await _seal_all(owner, options, left)
+            return await _summary(owner, state)
+        reporter.note(
+            f"{ready.model_path} at {', '.join(target.url for target in targets)}: "
+            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
+            f"{state.counters.num_rows:,} rows, {state.counters.settled:,} settled before"
+        )
+        if options.shm_budget_bytes is None:
+            ranks = [rank for target in targets for rank in target.ranks]
+            if doubt := headroom(ranks).doubt:
+                reporter.note(f"{doubt} (or name --shm-budget)", level="warning")
+        await _probe(members, provenance, run_id=state.run_id)
+        session = Session(
+            options=options,
+            members=members,
+            identity=identity,
+            provenance=provenance,
+            renderer=renderer,
+            owner=owner,
+            reporter=reporter,
+            state=state,
+            left=left,
+        )
+        await session.run(files)
+        return await _summary(
+            owner,
+            state,
+            members=tuple(members),
+        )
+
+
+@asynccontextmanager
+async def _open_manifest(options: RunOptions) -> AsyncIterator[StoreOwner]:
+    owner = await StoreOwner.open(options.manifest_path)
+    try:
+        yield owner
+    except BaseException:
+        # The first error is the one to show; a failed last commit is usually the same one.
+        with suppress(Exception):
+            await owner.close()
+        raise
+    else:
+        await owner.close()
+
+
+async def _preflight(
+    options: RunOptions, clients: Sequence[Client], reporter: Reporter, counters: Counters
+) -> tuple[list[Member], Renderer]:
+    """The servers, of which one at least is fit to run against."""
+    before = {server.url: server.num_prompts for server in counters.servers}
+    targets = await require_targets(clients, options, note=reporter.note)
+    for target in targets:
+        if target is not None:
+            require_dump_directory(target.ranks)
+    members = [
+        Member(client=client, target=target, num_before=before.get(client.url, 0))
+        for client, target in zip(clients, targets, strict=True)
+    ]
+    tokenizer = options.tokenizer or next(
+        target.facts.tokenizer_path for target in targets if target is not None
+    )
+    limits = Limits.strictest([target.limits for target in targets if target is not None])
+    bound = token_bound(options.policy, limits)
+    return members, await asyncio.to_thread(renderer_for, tokenizer, options.reading, bound)
+
+
+async def _probe(members: Sequence[Member], provenance: Provenance, *, run_id: str) -> None:
+    """Check the canary of each server that is up and record its start.
+
+    Raises the first error of any server.
+    """
+    up = [(member.client, member.target) for member in members if member.target is not None]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            probes = [
+                tasks.create_task(
+                    require_probe(client, target, run_id=run_id, canary_ids=provenance.canary_ids)
+                )
+                for client, target in up
+            ]
+    except ExceptionGroup as group:
+        raise first_known(group) from group
+    for (_, target), probe in zip(up, probes, strict=True):
+        await provenance.add(target, probe.result())
+
+
+async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) -> None:
+    """Seal every shard: no row is left to store."""
+    settings = shard_settings(options, await begun_with_identity(owner))
+    for found in left.open_shards:
+        await seal_left_open(settings, owner, found.shard, found.rows)
+
+
+async def _summary(
+    owner: StoreOwner,
+    state: RunState,
+    *,
+    members: tuple[Member, ...] = (),
+) -> RunSummary:
+    duplicates = None
+    if state.counters.stored:
+        duplicates = await owner.call(Store.count_duplicates)
+    return RunSummary(
+        totals=await owner.call(Store.totals),
+        duplicates=duplicates,
+        counters=state.counters,
+        members=members,
+        commits=owner.commits,
+        run_id=state.run_id,
+    )

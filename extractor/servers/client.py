@@ -1,0 +1,417 @@
+"""Edge: HTTP to one SGLang server. Only this and `connection` import an HTTP library."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+import orjson
+
+from extractor.core.checks import ReplyFacts
+from extractor.core.errors import (
+    BadAddress,
+    ExtractorError,
+    PluginError,
+    ServerUnreachable,
+    UsageError,
+)
+from extractor.core.humanize import amount
+from extractor.core.plan import Request
+from extractor.dispatch.retry import Failure
+from extractor.servers.connection_errors import about_proxies, detail_of, lasting_problem, own_limit
+from extractor.servers.refusals import abort_failure, http_failure
+from extractor.servers.wire import (
+    Document,
+    FieldError,
+    array,
+    integer,
+    mapping,
+    object_of,
+    optional,
+    text,
+)
+from manifest.states import Reason
+
+API_KEY_VARIABLE = "EXTRACTOR_API_KEY"
+#: A reply to one token is a few hundred bytes; more means the server sends states as JSON.
+MAX_REPLY_BYTES = 1 << 20
+#: /server_info takes about 20 KiB, and more with many data-parallel ranks.
+MAX_INFO_BYTES = 16 << 20
+#: The smallest context length that a server can report: one prompt token, one generated token.
+MIN_CONTEXT_TOKENS = 2
+#: Below SGLang's own 5 s, so that we never send on a connection it is about to close.
+KEEP_ALIVE_S = 3.0
+CONNECT_TIMEOUT_S = 10.0
+INFO_TIMEOUT_S = 30.0
+ABORT_TIMEOUT_S = 2.0
+#: SGLang looks for the outcome of a health check once a second.
+AT_ONCE_S = 1.0
+
+#: What each failure of the transport means: the most specific class that fits decides.
+TRANSPORT_FAILURES: Mapping[type[Exception], str] = {
+    aiohttp.ClientConnectorCertificateError: "the server's certificate is not trusted",
+    aiohttp.ClientSSLError: "TLS failed",
+    aiohttp.ClientConnectorDNSError: "the host name cannot be resolved",
+    aiohttp.ClientConnectorError: "cannot connect",
+    aiohttp.InvalidURL: "the address is not valid",
+    aiohttp.ServerDisconnectedError: "the server closed the connection",
+    aiohttp.ServerTimeoutError: "the server did not answer in time",
+    aiohttp.ClientPayloadError: "the answer broke off",
+    aiohttp.ClientOSError: "the connection broke",
+    aiohttp.ClientError: "the HTTP exchange failed",
+    TimeoutError: "the server did not answer in time",
+    ConnectionError: "the connection broke",
+}
+
+
+def transport_problem(error: Exception) -> str:
+    """What a transport error means, in words; the most specific entry of TRANSPORT_FAILURES."""
+    for kind in type(error).__mro__:
+        if kind in TRANSPORT_FAILURES:
+            return f"{TRANSPORT_FAILURES[kind]} ({detail_of(error)})"
+    raise error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What a server says of itself."""
+
+    model_path: str
+    tokenizer_path: str
+    context_length: int | None
+    max_input_tokens: int | None  # prompts of this length and more are refused or cut
+    max_requests: int | None  # in flight that it can make use of: running and queued
+    version: str
+    weight_version: str | None = None  # the engine's label for its weights
+
+
+class Client:
+    """Requests to one server, `concurrency` of them at once at most. An async context manager."""
+
+    def __init__(self, url: str, *, concurrency: int, request_timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._request_timeout_s = request_timeout_s
+        self._concurrency = concurrency
+        self._session: aiohttp.ClientSession | None = None
+        self.silence = f"no server answers at {self.url}."  # with the cause after a request
+        self.has_answered = False  # at all, even with an error
+
+    async def __aenter__(self) -> Self:
+        headers = {"Content-Type": "application/json"}  # of whatever has a body
+        if key := os.environ.get(API_KEY_VARIABLE):
+            if not key.isascii() or not key.isprintable():
+                raise UsageError(f"{API_KEY_VARIABLE} holds what no header may: a line end?")
+            headers["Authorization"] = f"Bearer {key}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                # Room for requests about the server beside those that carry prompts.
+                limit=self._concurrency + 4,
+                keepalive_timeout=KEEP_ALIVE_S,
+            ),
+            # A total timeout, since a server that sends a byte now and then could hold a request
+            # for ever. The connect timeout is shorter, to know whether a request was sent.
+            timeout=aiohttp.ClientTimeout(
+                total=self._request_timeout_s,
+                sock_connect=min(CONNECT_TIMEOUT_S, self._request_timeout_s / 2),
+            ),
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,  # a proxy between us and a local server only hides its faults
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._http.close()
+
+    async def generate(self, request: Request) -> ReplyFacts | Failure:
+        """Send one prompt; what the server says of it, or why this attempt failed.
+
+        A failure of the transport or the server is a value here: one bad prompt must not end
+        the others. Raises only cancellation, and UsageError if this process cannot open another
+        connection.
+        """
+        try:
+            async with self._http.post(f"{self.url}/generate", data=request.to_json()) as response:
+                data, is_whole = await _bounded(response, MAX_REPLY_BYTES)
+                if response.status != 200:
+                    return http_failure(response.status, _message(data))
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            if (limit := own_limit(error)) is not None:
+                raise limit from error
+            # A server that took the prompt and is silent may choke on it; that counts. One that
+            # could not be reached says nothing of the prompt.
+            is_unreached = isinstance(error, aiohttp.ConnectionTimeoutError)
+            is_silent = isinstance(error, TimeoutError) and not is_unreached
+            return Failure(
+                reason=Reason.SERVER_ERROR,
+                detail=f"no complete reply in {self._request_timeout_s:g} s (--request-timeout)"
+                if is_silent
+                else transport_problem(error),
+                is_transport=not is_silent,
+                is_unsent=isinstance(error, aiohttp.ClientConnectorError) or is_unreached,
+                is_unanswered=True,
+            )
+        if not is_whole:
+            return Failure(
+                reason=Reason.SERVER_ERROR,
+                detail=f"the answer has more than {amount(MAX_REPLY_BYTES)}, where SGLang's has a "
+                "few hundred bytes: does something add states or log-probabilities to it?",
+            )
+        try:
+            return _reply(object_of(data), rid=request.rid)
+        except FieldError as error:
+            return Failure(reason=Reason.SERVER_ERROR, detail=f"not an answer of SGLang: {error}")
+
+    async def abort(self, rid: str) -> None:
+        """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
+        try:
+            async with self._http.post(
+                f"{self.url}/abort_request",
+                data=orjson.dumps({"rid": rid}),
+                timeout=aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S),
+            ):
+                pass
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            pass
+
+    async def facts(self) -> ServerFacts:
+        """The server's description of itself. Raises ServerUnreachable, BadAddress, and PluginError
+        if it is not a SGLang server."""
+        model = await self._get("/model_info")
+        info = await self._get("/server_info")
+        try:
+            model_path = text(model, "model_path")
+            return ServerFacts(
+                model_path=model_path,
+                tokenizer_path=optional(text, model, "tokenizer_path") or model_path,
+                context_length=optional(
+                    integer, info, "context_length", minimum=MIN_CONTEXT_TOKENS
+                ),
+                max_input_tokens=optional(
+                    integer, info, "max_req_input_len", minimum=MIN_CONTEXT_TOKENS
+                ),
+                max_requests=_max_requests(info),
+                weight_version=optional(text, model, "weight_version"),
+                version=optional(text, info, "version") or "unknown",
+            )
+        except FieldError as error:
+            raise PluginError(
+                f"{self.url} answers, but not like SGLang 0.5.11 or newer: {error}"
+            ) from error
+
+    async def is_answering(self) -> bool:
+        """Whether the server answers HTTP requests; if not, `silence` holds the reason.
+
+        Does not run the model. Raises BadAddress if waiting cannot help.
+        """
+        try:
+            await self._get("/model_info", timeout_s=5.0)
+        except ServerUnreachable as error:
+            self.silence = str(error)
+            return False
+        except PluginError:
+            return True  # whatever it is: what it answers is told by `facts`
+        return True
+
+    async def is_healthy(self) -> bool:
+        """Whether the server says it can generate. Runs a one-token forward of its own."""
+        status, _ = await self._health()
+        return status == 200
+
+    async def is_draining(self) -> bool | None:
+        """Whether the server is being stopped: it answers what it has, and then ends. None where
+        it does not tell.
+
+        SGLang says 503 at /health from then on, at once; later than that, 503 means no more than
+        that the forward which such a question may cost took too long.
+        """
+        status, took_s = await self._health()
+        if status == 503 and took_s < AT_ONCE_S:
+            return True
+        return False if status == 200 else None
+
+    async def _health(self) -> tuple[int | None, float]:
+        """The HTTP status of /health, None without an answer; and the seconds that it took."""
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        status: int | None = None
+        with suppress(aiohttp.ClientError, TimeoutError, ConnectionError):
+            async with self._http.get(
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=INFO_TIMEOUT_S)
+            ) as response:
+                status = response.status
+        return status, loop.time() - asked_at
+
+    async def _get(self, path: str, *, timeout_s: float = INFO_TIMEOUT_S) -> Document:
+        try:
+            async with self._http.get(
+                f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
+                self.has_answered = True
+                data, is_whole = await _bounded(response, MAX_INFO_BYTES)
+                if response.status in (401, 403):
+                    raise PluginError(
+                        f"{self.url}{path} answers {response.status}: it wants "
+                        + (
+                            f"another API key than {API_KEY_VARIABLE} holds."
+                            if API_KEY_VARIABLE in os.environ
+                            else f"an API key. Set {API_KEY_VARIABLE}."
+                        )
+                    )
+                if response.status == 503:
+                    raise ServerUnreachable(f"{self.url} is starting or shutting down (503).")
+                if response.status != 200:
+                    raise PluginError(
+                        f"{self.url}{path} answers {response.status}: not a SGLang server?"
+                    )
+        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+            raise await self._unreached(error) from error
+        if not is_whole:
+            raise PluginError(
+                f"{self.url}{path} answers with more than {amount(MAX_INFO_BYTES)}: "
+                "not a SGLang server?"
+            )
+        try:
+            return object_of(data)
+        except FieldError as error:
+            raise PluginError(f"{self.url}{path}: {error}. Not a SGLang server?") from error
+
+    async def _unreached(self, error: Exception) -> ExtractorError:
+        """The error to raise for a request that got no answer."""
+        if (limit := own_limit(error)) is not None:
+            return limit
+        if (problem := await lasting_problem(self.url, error)) is not None:
+            return BadAddress(problem)
+        if isinstance(error, aiohttp.ClientConnectorDNSError):
+            what = f"the host name of {self.url} cannot be resolved ({detail_of(error)}): check it"
+        else:
+            what = f"no server answers at {self.url} ({transport_problem(error)})"
+        return ServerUnreachable(f"{what}.{about_proxies()}")
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("use Client as an async context manager")
+        return self._session
+
+
+@asynccontextmanager
+async def clients_of(
+    urls: Sequence[str], *, concurrency: int, request_timeout_s: float
+) -> AsyncIterator[list[Client]]:
+    """One for each server, open for the length of the block."""
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                Client(url, concurrency=concurrency, request_timeout_s=request_timeout_s)
+            )
+            for url in urls
+        ]
+
+
+async def wait_until_answering(
+    clients: Sequence[Client], *, timeout_s: float, poll_s: float = 0.5
+) -> bool:
+    """Whether any of the servers answered within `timeout_s`.
+
+    Raises BadAddress at once if an address cannot work.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not any(await asyncio.gather(*(client.is_answering() for client in clients))):
+        if loop.time() >= deadline:
+            return False
+        await asyncio.sleep(poll_s)
+    return True
+
+
+async def _bounded(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, bool]:
+    """The first `most` bytes of the body, and whether they are all of it."""
+    data = bytearray()
+    while len(data) <= most and (block := await response.content.read(most + 1 - len(data))):
+        data += block
+    if len(data) <= most:
+        return bytes(data), True
+    response.close()
+    del data[most:]
+    return bytes(data), False
+
+
+def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
+    """Raises FieldError."""
+    answered = optional(text, document, "meta_info.id")
+    if answered not in (None, rid):
+        return Failure(
+            reason=Reason.SERVER_ERROR, detail=f"the answer is to request {answered!r:.80}"
+        )
+    if optional(mapping, document, "meta_info.finish_reason") is not None:
+        if text(document, "meta_info.finish_reason.type") == "abort":
+            # A request that was aborted before it began has no token counts.
+            message = optional(text, document, "meta_info.finish_reason.message")
+            return abort_failure(
+                optional(
+                    integer,
+                    document,
+                    "meta_info.finish_reason.status_code",
+                    minimum=100,
+                    maximum=599,
+                ),
+                _shortened(message or "no reason given"),
+            )
+    return ReplyFacts(
+        prompt_tokens=integer(document, "meta_info.prompt_tokens", minimum=0),
+        cached_tokens=optional(integer, document, "meta_info.cached_tokens", minimum=0) or 0,
+        weight_version=optional(text, document, "meta_info.weight_version"),
+    )
+
+
+def _message(data: bytes) -> str:
+    """The server's own words, shortened; it never repeats a prompt's text (ids were sent)."""
+    try:
+        document = object_of(data)
+    except FieldError:
+        return _shortened(data.decode(errors="replace"))
+    error: object = (
+        document.get("error") or document.get("message") or document.get("detail") or document
+    )
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return _shortened(str(error))
+
+
+def _shortened(words: str) -> str:
+    line = " ".join(words.split())
+    return line if len(line) <= 200 else line[:197] + "..."
+
+
+def _max_requests(info: Document) -> int | None:
+    """Requests that are not refused and not idle: each scheduler runs some and queues others.
+
+    >>> _max_requests({"internal_states": [{"effective_max_running_requests_per_dp": 48}]})
+    96
+    >>> _max_requests({"max_running_requests": 16, "max_queued_requests": 4})
+    20
+    >>> _max_requests({})
+    """
+    name = "internal_states.{}.effective_max_running_requests_per_dp"
+    num_schedulers = len(optional(array, info, "internal_states") or ())
+    paths = [name.format(number) for number in range(num_schedulers)] or ["max_running_requests"]
+    running = [optional(integer, info, path) for path in paths]
+    queued = optional(integer, info, "max_queued_requests", minimum=0)
+    if any(number is None or number < 1 for number in running):
+        return None
+    # Where the queue has no end, as many wait as run: enough for the next batch.
+    return sum(
+        number + (number if queued is None else queued) for number in running if number is not None
+    )

@@ -1,0 +1,229 @@
+"""`extractor doctor`: what a run needs, one line each: OK, or PROBLEM and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import resource
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from extractor import __version__
+from extractor.core.errors import UsageError, exit_code, message_of
+from extractor.core.humanize import amount, counted
+from extractor.dumps.dump_reader import Rank
+from extractor.servers.cleanup import find_leftovers, find_waiting, remove_leftovers
+from extractor.servers.client import Client
+from extractor.servers.preflight import (
+    Target,
+    limits_of,
+    manifest_warning,
+    prepare_out,
+    require_directory,
+    require_dump_directory,
+    require_plugin,
+    require_probe,
+    require_server,
+    shm_budget,
+)
+from extractor.servers.shm_budget import headroom
+from extractor.system.files import free_bytes
+
+LEAST_FILES = 1024
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    problem: str | None  # what is wrong and what to do; None when all is well
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.problem is None:
+            return f"OK       {self.name}: {self.detail}"
+        return f"PROBLEM  {self.name}: {self.problem}"
+
+
+async def examine(
+    *, url: str, dump_root: Path, out: Path, server_wait_s: float, clean: bool = False
+) -> AsyncIterator[Check]:
+    """Every check that can be made; those that need a failed one are left out."""
+    yield _versions()
+    yield _open_files()
+    check, _ = await _try("output disk", _async(lambda: _out(out)))
+    yield check
+    yield _dump_root(dump_root)
+    yield _leftovers(dump_root, is_to_clean=clean)
+    async with Client(url, concurrency=2, request_timeout_s=120.0) as client:
+        check, facts = await _try(
+            "server",
+            lambda: require_server(client, wait_s=server_wait_s),
+            lambda facts: f"{url} serves {facts.model_path} on SGLang {facts.version}",
+        )
+        yield check
+        if facts is None:
+            return
+        check, ranks = await _try(
+            "plugin",
+            _async(lambda: require_plugin(dump_root, url=url, facts=facts)),
+            lambda ranks: (
+                f"version {ranks[0].ready.plugin_version}, {len(ranks)} writer(s), "
+                f"pid {ranks[0].ready.pid}, {ranks[0].directory}"
+            ),
+        )
+        yield check
+        if ranks is None:
+            return
+        ready = ranks[0].ready
+        yield Check(
+            name="layers",
+            problem=None,
+            detail=f"boundaries {list(ready.boundaries)} of {ready.num_layers} layers, last state "
+            f"{ready.last_kind}, {ready.dtype}, hidden size {ready.hidden_size}",
+        )
+        check, limits = await _try(
+            "limits",
+            _async(lambda: limits_of(facts, ready)),
+            lambda limits: (
+                f"prompts of at most {limits.max_prompt_tokens:,} tokens, "
+                f"vocabulary {limits.vocab_size:,}, chunks of {limits.chunk_tokens:,}"
+            ),
+        )
+        yield check
+        if limits is None:
+            return
+        check, _ = await _try(
+            "dump directory",
+            _async(lambda: require_dump_directory(ranks)),
+            lambda _: "files can be created and removed",
+        )
+        yield check
+        check, _ = await _try(
+            "budget",
+            _async(lambda: shm_budget(ranks, None, limits=limits)),
+            lambda budget: _budget(budget, ranks),
+        )
+        yield check
+        target = Target(url=client.url, facts=facts, ranks=ranks, limits=limits)
+        check, _ = await _try(
+            "probe",
+            lambda: require_probe(client, target, run_id=secrets.token_hex(4)),
+            lambda _: "a prompt was sent and its dump arrived whole",
+        )
+        yield check
+
+
+def _budget(budget: int, ranks: Sequence[Rank]) -> str:
+    room = headroom(ranks)
+    doubt = "" if room.doubt is None else f"; {room.doubt}"
+    return f"{amount(budget)} of dumps at a time: {room.what} {amount(room.free_bytes)}{doubt}"
+
+
+async def _try(
+    name: str,
+    function: Callable[[], Awaitable[Result]],
+    describe: Callable[[Any], str] = str,
+) -> tuple[Check, Result | None]:
+    try:
+        result = await function()
+    except Exception as error:
+        if exit_code(error) is None:
+            raise
+        return Check(name=name, problem=message_of(error)), None
+    return Check(name=name, problem=None, detail=describe(result)), result
+
+
+def _async(function: Callable[[], Result]) -> Callable[[], Awaitable[Result]]:
+    async def call() -> Result:
+        return function()
+
+    return call
+
+
+def _versions() -> Check:
+    try:
+        engine = f"sglang {importlib.metadata.version('sglang')} here"
+    except importlib.metadata.PackageNotFoundError:
+        engine = "sglang not in this environment (the server may have its own)"
+    python = ".".join(map(str, sys.version_info[:3]))
+    return Check(
+        name="versions",
+        problem=None,
+        detail=f"hidden-state-extractor {__version__}, Python {python}, {engine}",
+    )
+
+
+def _open_files() -> Check:
+    # A run raises its own soft limit, up to the hard limit.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < LEAST_FILES:
+        return Check(
+            name="open files",
+            problem=f"at most {hard} are allowed; raise the limit (`ulimit -n {LEAST_FILES}`)",
+        )
+    return Check(
+        name="open files", problem=None, detail=f"up to {hard}" if hard > 0 else "no limit"
+    )
+
+
+def _out(out: Path) -> str:
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if nearest == out:
+        prepare_out(out)
+    elif not os.access(nearest, os.W_OK):
+        raise UsageError(f"{nearest} is not writable; name another --out")
+    warning = manifest_warning(nearest)
+    return f"{out}: {amount(free_bytes(nearest))} free" + (f"; {warning}" if warning else "")
+
+
+def _dump_root(root: Path) -> Check:
+    try:
+        require_directory(root, option="--dump-dir")
+        if not root.exists():
+            return Check(
+                name="dump root",
+                problem=f"{root} does not exist: no server with the plugin was ever started for it",
+            )
+    except (OSError, UsageError) as error:
+        return Check(name="dump root", problem=message_of(error))
+    return Check(name="dump root", problem=None, detail=f"{root}: {amount(free_bytes(root))} free")
+
+
+def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
+    removed = remove_leftovers(root) if is_to_clean else []
+    left = find_leftovers(root)
+    waiting = [
+        f"{found.directory} (under a live server: {counted(found.num_dumps, 'dump')} of the run "
+        f"{found.run_id}, {amount(found.size_bytes)})"
+        for found in find_waiting(root)
+    ]
+    if waiting:
+        waiting.append(
+            "dumps under a live server are those of a run that goes on, or were left by a killed "
+            "one: then the same `extractor run` adopts them, or end the server and use --clean"
+        )
+    detail = "; ".join(waiting) or "none"
+    if removed:
+        size = amount(sum(leftover.size_bytes for leftover in removed))
+        detail = f"removed {size}: " + ", ".join(str(leftover.path) for leftover in removed)
+        detail = "; ".join([detail, *waiting])
+    if not left:
+        return Check(name="leftovers", problem=None, detail=detail)
+    lines = [
+        f"{leftover.path} ({leftover.what}, {amount(leftover.size_bytes)})" for leftover in left
+    ]
+    if any(leftover.is_removable for leftover in left):
+        is_all = all(leftover.is_removable for leftover in left)
+        lines.append(
+            "the next `extractor run` of the same --out adopts its own dumps; "
+            f"`extractor doctor --clean` removes {'all' if is_all else 'what dead servers left'}"
+        )
+    return Check(name="leftovers", problem="; ".join([*lines, *waiting]))

@@ -1,0 +1,284 @@
+"""`extractor serve`: start SGLang with the plugin and tell how far it got.
+
+A start takes from twenty seconds to many minutes, and a hung one looks like a slow one. So each
+stage is watched for, and a stall is reported with the stage, its age, the log's last line and
+what to try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib.metadata
+import os
+import random
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageError
+from extractor.dumps.discovery import scan_writers
+from extractor.servers.cleanup import Journal, remove_useless
+from extractor.servers.client import Client
+from extractor.servers.preflight import Target, require_directory, require_plugin, require_probe
+from extractor.servers.sglang_flags import ServeOptions
+from extractor.system.process_tree import ServerProcess, started
+
+POLL_S = 0.25
+PROBE_REQUEST_TIMEOUT_S = 300.0
+WEIGHTS_LOADED_MARK = "Load weight end"
+
+Note = Callable[[str], None]
+
+
+class Stage(Enum):
+    """How far a server got: what it reached, and what to try when it gets no further."""
+
+    STARTED = ("process alive", "is the Python environment on a slow disk? Look at the log")
+    LOGGING = (
+        "log growing",
+        "it may be loading weights from a slow disk, or downloading them: watch the disk",
+    )
+    WEIGHTS = (
+        "weights loaded",
+        "kernels may be compiling (minutes, once per machine); with several GPUs a hang here is "
+        "often NCCL: try --preset multi-gpu",
+    )
+    LISTENING = (
+        "port listening",
+        "the warm-up request may be compiling kernels; if the GPU idles, try another "
+        "--attention-backend after the --",
+    )
+    HEALTHY = (
+        "healthy",
+        "the plugin did not announce itself: is hidden-state-extractor installed in the server's "
+        "environment, and does SGLANG_PLUGINS (if set) name hidden_states?",
+    )
+    READY = ("plugin READY", "the probe prompt was sent; see the log for errors of its request")
+    PROBED = ("probe dump arrived", "")
+
+    def __init__(self, title: str, advice: str) -> None:
+        self.title = title
+        self.advice = advice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server of ours that passed every stage."""
+
+    url: str
+    process: ServerProcess
+    target: Target
+
+
+@asynccontextmanager
+async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[Server]:
+    """Start a server, wait for its last stage, stop its whole tree at the end of the block.
+
+    Raises MissingExtra without SGLang, ServerError with the log's end when the server dies or its
+    plugin gives up, UsageError when its port is taken.
+    """
+    engine_version = _engine_version()
+    await _require_free_port(options)
+    require_directory(options.dump_root, option="--dump-dir")
+    remove_useless(options.dump_root)
+    boot_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    log_path = options.log_path or _new_log_path()
+    try:
+        async with started(
+            options.command(sys.executable, engine_version=engine_version),
+            environment=options.environment(os.environ, boot_id=boot_id),
+            log_path=log_path,
+        ) as process:
+            note(f"SGLang {engine_version}, pid {process.pid}, log {log_path}")
+            target = await _Watch(options, process, boot_id, note).until_probed()
+            yield Server(url=options.url, process=process, target=target)
+        if options.log_path is None:
+            log_path.unlink()  # kept when something went wrong
+    finally:
+        _remove_dumps(options.dump_root, boot_id)
+        # Behind the server: until it is stopped, `extractor doctor` may need to know of it.
+        Journal.path(options.dump_root, boot_id).unlink(missing_ok=True)
+
+
+class _Watch:
+    """Follows one start through its stages."""
+
+    def __init__(
+        self, options: ServeOptions, process: ServerProcess, boot_id: str, note: Note
+    ) -> None:
+        self._options = options
+        self._process = process
+        self._boot_id = boot_id
+        self._note = note
+        self._stage: Stage | None = None
+        self._began_s = self._reached_s = self._sign_s = self._told_s = time.monotonic()
+        self._log_size = 0
+
+    async def until_probed(self) -> Target:
+        async with Client(
+            self._options.url, concurrency=2, request_timeout_s=PROBE_REQUEST_TIMEOUT_S
+        ) as client:
+            self._reach(Stage.STARTED)
+            await self._until(Stage.LOGGING, self._has_logged)
+            await self._until(Stage.WEIGHTS, self._has_weights)
+            await self._until(Stage.LISTENING, self._is_listening)
+            await self._until(Stage.HEALTHY, client.is_healthy)
+            await self._until(Stage.READY, self._is_announced)
+            facts = await client.facts()
+            ranks = require_plugin(self._options.dump_root, url=self._options.url, facts=facts)
+            target = Target.of(client.url, facts, ranks)
+            probe = asyncio.create_task(
+                require_probe(client, target, run_id=secrets.token_hex(4)), name="probe"
+            )
+            try:
+                await self._until(Stage.PROBED, _is_done(probe))
+            finally:
+                probe.cancel()
+                await asyncio.wait([probe])  # it leaves nothing behind
+            await probe
+            return target
+
+    async def _until(self, stage: Stage, is_reached: Callable[[], object]) -> None:
+        while True:
+            self._require_alive()
+            reached = is_reached()
+            if asyncio.iscoroutine(reached):
+                reached = await reached
+            if reached:
+                self._reach(stage)
+                return
+            self._tell_stall()
+            await asyncio.sleep(POLL_S)
+
+    def _reach(self, stage: Stage) -> None:
+        now = time.monotonic()
+        self._note(f"{now - self._began_s:7.1f} s  {stage.title}")
+        journal = Journal.of(self._process.pid, self._process.shared_memory_inodes())
+        if journal is not None and self._options.dump_root.exists():  # the plugin makes it
+            journal.write(self._options.dump_root, self._boot_id)
+        self._stage = stage
+        self._reached_s = self._sign_s = self._told_s = now
+
+    def _require_alive(self) -> None:
+        status = self._process.exit_status
+        if status is not None:
+            tail = "\n".join(self._process.log_text(tail_bytes=8192).splitlines()[-25:])
+            raise ServerError(
+                f"the server ended with status {status} after stage "
+                f"'{self._stage.title if self._stage else 'none'}'. The end of its log "
+                f"({self._process.log_path}):\n{tail}"
+            )
+
+    def _tell_stall(self) -> None:
+        now = time.monotonic()
+        size = self._process.log_size()
+        if size != self._log_size:
+            self._log_size, self._sign_s = size, now
+        if now - max(self._sign_s, self._told_s) < self._options.stall_s or self._stage is None:
+            return
+        self._told_s = now
+        self._note(
+            f"stalled: {now - self._reached_s:.0f} s since '{self._stage.title}', the log is "
+            f"silent for {now - self._sign_s:.0f} s. Its last line: "
+            f"{self._process.last_log_line()}\nWhat to try: {self._stage.advice}"
+        )
+
+    # --- what is looked for ------------------------------------------------------------------
+
+    def _has_logged(self) -> bool:
+        return self._process.log_size() > 0
+
+    def _has_weights(self) -> bool:
+        return WEIGHTS_LOADED_MARK in self._process.log_text(tail_bytes=8 << 20)
+
+    async def _is_listening(self) -> bool:
+        return await _is_listening(self._options.url)
+
+    def _is_announced(self) -> bool:
+        writers = scan_writers(self._options.dump_root)
+        for failed in writers.failed:
+            if failed.directory.parent.name.startswith(self._boot_id):
+                raise PluginError(f"the plugin captures nothing: {failed.reason}")
+        mine = [rank for rank in writers.alive if rank.ready.boot_id.startswith(self._boot_id)]
+        return bool(mine) and len(mine) >= mine[0].ready.dp_size
+
+
+async def any_server_answers(urls: Sequence[str]) -> bool:
+    """Whether a SGLang server answers at one of `urls` now."""
+    for url in urls:
+        async with Client(url, concurrency=1, request_timeout_s=5.0) as client:
+            if await client.is_answering():
+                return True
+    return False
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of `host` that was free a moment ago.
+
+    Below the ports that the kernel and SGLang itself hand out: the server listens on it only
+    when its model is loaded, minutes later.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        port = random.randint(20000, 29999)
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise UsageError(f"--host {host}: cannot listen there ({error})") from error
+                continue
+            return port
+
+
+def _is_done(task: asyncio.Task[bytes]) -> Callable[[], bool]:
+    return task.done
+
+
+async def _is_listening(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except OSError:
+        return False
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+async def _require_free_port(options: ServeOptions) -> None:
+    free_port(options.host)  # check that the address belongs to this machine
+    if await _is_listening(options.url):
+        raise UsageError(
+            f"something listens on {options.url} already: stop it or name another --port"
+        )
+
+
+def _engine_version() -> str:
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingExtra(command="extractor serve", extra="server", package="sglang") from None
+
+
+def _new_log_path() -> Path:
+    descriptor, path = tempfile.mkstemp(prefix="sglang-", suffix=".log")
+    os.close(descriptor)
+    return Path(path)
+
+
+def _remove_dumps(root: Path, boot_id: str) -> None:
+    """Remove what our own, now dead, server left. Nobody else writes below its boot id."""
+    for directory in root.glob(f"{boot_id}*"):
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,179 @@
+"""How to start SGLang so that extraction works: arguments and environment. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from extractor.core.bounds import MAX_SECONDS, require_within
+from extractor.core.config import DEFAULT_DUMP_ROOT, is_host, url_host
+from extractor.core.errors import UsageError
+from server_patch import settings as plugin
+
+DEFAULT_LAYERS: Final = "eagle3"
+DEFAULT_LAST_KIND: Final = "post"
+
+#: Settings of a host whose GPUs have no fast link between them (and of one that hung without).
+MULTI_GPU_ENVIRONMENT: Final[Mapping[str, str]] = {
+    "NCCL_PROTO": "LL",
+    "NCCL_ALGO": "Ring",
+    "NCCL_P2P_LEVEL": "SYS",
+    "NCCL_MAX_NCHANNELS": "16",
+    "NCCL_BUFFSIZE": "16777216",
+    "NCCL_NTHREADS": "512",
+}
+MULTI_GPU_ARGUMENTS: Final = (
+    "--attention-backend", "triton",
+    "--disable-custom-all-reduce",
+    "--mem-fraction-static", "0.85",
+)  # fmt: skip
+
+PRESETS: Final[Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]]] = {
+    "none": ({}, ()),
+    "multi-gpu": (MULTI_GPU_ENVIRONMENT, MULTI_GPU_ARGUMENTS),
+}
+
+OPTIONS_OF_VARIABLES: Final[Mapping[str, str]] = {
+    plugin.DUMP_DIR: "--dump-dir",
+    plugin.BOUNDARIES: "--layers",
+    plugin.LAST: "--last",
+    plugin.RING_BYTES: "--ring-bytes",
+    plugin.RING_SLOTS: "--ring-slots",
+    plugin.WRITERS: "--writers",
+    plugin.FILE_MODE: "--file-mode",
+}
+
+#: Given to SGLang by us, or at odds with extraction.
+_OURS: Final = ("--model-path", "--model", "--host", "--port")
+_FORBIDDEN: Final[Mapping[str, str]] = {
+    "--speculative-algorithm": "a drafter changes what the target model computes",
+    "--speculative-draft-model-path": "a drafter changes what the target model computes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """One `extractor serve`."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 30000
+    dump_root: Path = DEFAULT_DUMP_ROOT
+    layers: str = DEFAULT_LAYERS  # or boundary indices, as in "3,31,59"
+    last_kind: str = DEFAULT_LAST_KIND
+    radix_cache: bool = False
+    preset: str = "none"
+    ring_bytes: int | None = None
+    ring_slots: int | None = None
+    num_writers: int | None = None
+    file_mode: str | None = None  # octal
+    log_path: Path | None = None  # default: a temporary file
+    stall_s: float = 120.0  # without any sign of progress, before it is reported
+    arguments: tuple[str, ...] = ()  # for SGLang, as they are
+
+    def __post_init__(self) -> None:
+        for argument in self.arguments:
+            name = argument.partition("=")[0]
+            if name in _OURS:
+                raise UsageError(f"give {name} to `extractor serve` itself, before the --")
+            if name in _FORBIDDEN:
+                raise UsageError(f"extraction does not work with {name}: {_FORBIDDEN[name]}")
+        if self.preset not in PRESETS:
+            raise UsageError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
+        if self.model.startswith(("/", ".", "~")) and not Path(self.model).is_dir():
+            raise UsageError(f"--model {self.model}: no such folder")
+        if not is_host(self.host):
+            raise UsageError(
+                f"--host {self.host!r}: write a name or an IP address, without brackets"
+            )
+        require_within("--stall", self.stall_s, least=0, most=MAX_SECONDS)
+        if not self.layers.strip():
+            raise UsageError("--layers is empty: write eagle3, or a list such as 3,31,59")
+        # The plugin's own parser, here rather than in the server's log minutes later.
+        try:
+            plugin.Settings.from_environ(self.plugin_environment(boot_id="check"))
+        except plugin.SettingsError as error:
+            raise UsageError(as_options(str(error))) from error
+
+    @property
+    def url(self) -> str:
+        loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+        return f"http://{url_host(loopback.get(self.host, self.host))}:{self.port}"
+
+    def plugin_environment(self, *, boot_id: str) -> dict[str, str]:
+        """The variables that switch the plugin on."""
+        environment = {
+            plugin.DUMP_DIR: str(self.dump_root.absolute()),
+            plugin.BOUNDARIES: self.layers,
+            plugin.LAST: self.last_kind,
+            plugin.BOOT_ID: boot_id,
+        }
+        for name, value in (
+            (plugin.RING_BYTES, self.ring_bytes),
+            (plugin.RING_SLOTS, self.ring_slots),
+            (plugin.WRITERS, self.num_writers),
+            (plugin.FILE_MODE, self.file_mode),
+        ):
+            if value is not None:
+                environment[name] = str(value)
+        return environment
+
+    def environment(self, base: Mapping[str, str], *, boot_id: str) -> dict[str, str]:
+        """The server's whole environment: `base`, then the preset, then the plugin's."""
+        preset, _ = PRESETS[self.preset]
+        # Unbuffered, or a log that is written to a file would look silent while it is not.
+        unbuffered = {"PYTHONUNBUFFERED": "1"}
+        return {**base, **unbuffered, **preset, **self.plugin_environment(boot_id=boot_id)}
+
+    def command(self, python: str, *, engine_version: str) -> list[str]:
+        """The server's command line for that version of SGLang."""
+        _, preset = PRESETS[self.preset]
+        command = [
+            python, "-m", "sglang.launch_server",
+            "--model-path", self.model,
+            "--host", self.host,
+            "--port", str(self.port),
+            *graph_arguments(engine_version),
+        ]  # fmt: skip
+        if not self.radix_cache:
+            command.append("--disable-radix-cache")
+        return [*command, *preset, *self.arguments]
+
+
+def boundaries_of(layers: str, *, num_layers: int) -> tuple[int, ...]:
+    """What a server of `num_layers` layers captures for `--layers`. Raises UsageError."""
+    environ = {plugin.DUMP_DIR: "/", plugin.BOUNDARIES: layers}
+    try:
+        asked = plugin.Settings.from_environ(environ)
+        assert asked is not None
+        return asked.resolve_boundaries(num_layers)
+    except plugin.SettingsError as error:
+        raise UsageError(as_options(str(error))) from error
+
+
+def as_options(message: str) -> str:
+    """A message of the plugin's parser with our options in place of its variables."""
+    for variable, option in OPTIONS_OF_VARIABLES.items():
+        message = message.replace(variable, option)
+    return message
+
+
+def graph_arguments(engine_version: str) -> tuple[str, ...]:
+    """What turns CUDA graphs off.
+
+    A replayed graph runs no Python, so prefill under one gives no dump; and decode, one token a
+    request, is not worth the minutes of capturing. SGLang 0.5.14 gave both phases a flag each;
+    before, prefill had graphs of another kind under a flag of their own.
+
+    >>> graph_arguments("0.5.13.post1")
+    ('--disable-cuda-graph', '--disable-piecewise-cuda-graph')
+    >>> graph_arguments("0.5.15.post1")
+    ('--cuda-graph-backend-decode=disabled', '--cuda-graph-backend-prefill=disabled')
+    """
+    release = tuple(int(part) for part in re.findall(r"\d+", engine_version)[:3])
+    if release < (0, 5, 14):
+        return ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
+    return ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")

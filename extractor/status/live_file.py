@@ -1,0 +1,169 @@
+"""Edge: `OUT/.live.json`, where a running session tells other processes what the manifest does not
+hold: what is in flight, how fast it goes, how long each stage takes.
+
+Written anew every second beside its place and renamed, so that a reader finds one whole document;
+never synced, because it is worth nothing after a crash. It names its process as the lock file does,
+so that what a killed run left is not taken for a live one's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from extractor.core.counters import Counters, ServerNow
+from extractor.dumps.discovery import is_same_process, pid_namespace, process_start_ticks
+from extractor.status.report import session_document
+from extractor.system.files import read_regular
+
+LIVE_NAME = ".live.json"
+INTERVAL_S = 1.0
+#: From another PID namespace it cannot be seen whether a process lives: older than this is dead.
+STALE_S = 30.0
+_MAX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """What a running session said of itself."""
+
+    pid: int
+    age_s: float  # seconds since it was written
+    session: dict[str, Any]  # `report.session_document`
+
+
+class LiveFile:
+    """A reporter that keeps `OUT/.live.json`. For the holder of OUT's lock only.
+
+    The disk may be slow or full: a thread writes, one document at a time, and a document that
+    could not be written is made up for by the next.
+    """
+
+    def __init__(self, out: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = out / LIVE_NAME
+        self._clock = clock
+        self._next = clock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        self._process = {
+            "pid": os.getpid(),
+            "pid_start_ticks": process_start_ticks(os.getpid()),
+            "pid_namespace": pid_namespace(),
+        }
+
+    def update(self, counters: Counters) -> None:
+        if self._clock() < self._next or (self._writing is not None and not self._writing.done()):
+            return
+        self._next = self._clock() + INTERVAL_S
+        document = {
+            **self._process,
+            "written_at": time.time(),
+            "session": session_document(counters),
+        }
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="live")
+        self._writing = self._thread.submit(self._write, orjson.dumps(document))
+
+    def note(self, message: str, **_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = self._writing = None
+            self._next = self._clock()
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _write(self, data: bytes) -> None:
+        temporary = self._path.with_name(f"{LIVE_NAME}.tmp")
+        with suppress(OSError):
+            temporary.write_bytes(data)
+            os.replace(temporary, self._path)
+
+
+def read_live(out: Path) -> Live | None:
+    """What the running session last said; None where none is running, or has said anything."""
+    try:
+        document = _read(out / LIVE_NAME)
+    except (OSError, ValueError):
+        return None
+    namespace = document["pid_namespace"]
+    age_s = max(0.0, time.time() - document["written_at"])
+    if not is_same_process(document["pid"], document["pid_start_ticks"], namespace):
+        return None
+    if namespace != pid_namespace() and age_s > STALE_S:
+        return None
+    return Live(pid=document["pid"], age_s=age_s, session=document["session"])
+
+
+def live_problem(out: Path) -> str | None:
+    """The problem with `.live.json`; None if the file is sound or missing.
+
+    A file that a killed run left behind is sound: nothing depends on it, and the next run
+    replaces it.
+    """
+    path = out / LIVE_NAME
+    try:
+        _read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    except ValueError as error:
+        return f"{path} is not what a session writes ({error}); remove it, nothing depends on it"
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The document, in the shape that its readers expect. Raises OSError, ValueError."""
+    document = orjson.loads(read_regular(path, max_bytes=_MAX_BYTES))
+    _require_shape(document, _document_like(), "the document")
+    return dict(document)
+
+
+@functools.cache
+def _document_like() -> dict[str, Any]:
+    """An example document that has every field."""
+    server = ServerNow(url="", is_up=True, in_flight=0, request_limit=0, num_prompts=0)
+    session = session_document(Counters(servers=(server,)))
+    return {
+        "pid": 0, "pid_start_ticks": 0, "pid_namespace": "", "written_at": 0.0, "session": session,
+    }  # fmt: skip
+
+
+def _require_shape(value: object, example: object, name: str) -> None:
+    """Raise ValueError if a value lacks a field of `example` or has another type, or if a number
+    is out of range."""
+    match example:
+        case dict():
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} is not an object")
+            for key, inner in example.items():
+                if key not in value:
+                    raise ValueError(f"{name} lacks {key}")
+                _require_shape(value[key], inner, key)
+        case list():
+            if not isinstance(value, list):
+                raise ValueError(f"{name} is not a list")
+            for item in value:
+                _require_shape(item, example[0], name)
+        case bool() | str():
+            if type(value) is not type(example):
+                raise ValueError(f"{name} is not {type(example).__name__}")
+        case _:
+            if (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or not abs(value) < 2**63
+            ):
+                raise ValueError(f"{name} is not a number within the range")

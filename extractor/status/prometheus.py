@@ -1,0 +1,157 @@
+"""Edge: the run's numbers for Prometheus, on a port of this host (`extractor run --metrics-port`).
+
+Nothing is counted here: each scrape reads the session's `Counters`, which go on where all servers
+went and one came back (`--server-wait`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from extractor.core.config import url_host
+from extractor.core.counters import Counters
+from extractor.core.errors import MissingExtra, UsageError
+from manifest.states import Reason
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
+DEFAULT_HOST = "127.0.0.1"
+
+
+class Metrics:
+    """A reporter that shows the last counters it was given to whoever scrapes them."""
+
+    def __init__(self) -> None:
+        self._counters: Counters | None = None
+
+    def update(self, counters: Counters) -> None:
+        self._counters = counters
+
+    def note(self, message: str, **_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def collect(self) -> Iterator[Metric]:
+        """What `prometheus_client` calls for each scrape; nothing before the first prompt."""
+        if self._counters is not None:
+            yield from _families(self._counters)
+
+
+class MetricsServer:
+    """Serves metrics over HTTP, for the length of the block.
+
+    Raises MissingExtra without prometheus-client, UsageError when the port is taken or the host is
+    none of this machine's.
+    """
+
+    def __init__(self, metrics: Metrics, *, port: int, host: str = DEFAULT_HOST) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ModuleNotFoundError:
+            raise MissingExtra(
+                command="extractor run --metrics-port",
+                extra="metrics",
+                package="prometheus-client",
+            ) from None
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(metrics)
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise UsageError(
+                f"--metrics-port {port}: cannot listen on {host} ({error.strerror}). Nothing was "
+                "started: name another port (0 takes a free one) or --metrics-host."
+            ) from error
+        self.url = f"http://{url_host(host)}:{self._server.server_port}/metrics"
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _families(counters: Counters) -> Iterator[Metric]:
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+    )
+
+    for name, what, value in (
+        ("tokens", "Tokens of stored samples, this session.", counters.tokens),
+        ("stored_bytes", "Bytes of stored samples, this session.", counters.stored_bytes),
+        ("rows_stored", "Rows stored, this session.", counters.stored),
+        ("requests_sent", "Requests sent, this session.", counters.sent),
+        ("requests_retried", "Requests that are made again, this session.", counters.retried),
+    ):
+        yield CounterMetricFamily(f"extractor_{name}", what, value=value)
+    failed = CounterMetricFamily(
+        "extractor_rows_failed", "Rows given up, this session, by reason.", labels=["reason"]
+    )
+    for reason in Reason:  # those without a row too: a series that begins at 1 shows no increase
+        failed.add_metric([reason.value], counters.failed_by_reason[reason])
+    yield failed
+    for name, what, value in (
+        ("rows", "Rows of the input.", counters.num_rows),
+        ("rows_settled", "Rows stored or given up, over all sessions.", counters.settled),
+        ("requests_in_flight", "Requests with the servers, all together.", counters.in_flight),
+        (
+            "requests_limit",
+            "Requests that may be with the servers, all together.",
+            counters.request_limit,
+        ),
+        ("budget_bytes", "Bytes of dumps that are allowed at a time.", counters.budget_bytes),
+        ("budget_used_bytes", "Of these, what is taken or promised.", counters.shm_bytes),
+    ):
+        yield GaugeMetricFamily(f"extractor_{name}", what, value=value)
+    up = GaugeMetricFamily(
+        "extractor_server_up", "1: prompts are sent to it; 0: it is away.", labels=["server"]
+    )
+    in_flight = GaugeMetricFamily(
+        "extractor_server_requests_in_flight", "Requests with this server.", labels=["server"]
+    )
+    limit = GaugeMetricFamily(
+        "extractor_server_requests_limit",
+        "Requests that may be with this server; 0 while it is away.",
+        labels=["server"],
+    )
+    answered = CounterMetricFamily(
+        "extractor_server_prompts", "Prompts it answered, this session.", labels=["server"]
+    )
+    for server in counters.servers:
+        up.add_metric([server.url], server.is_up)
+        in_flight.add_metric([server.url], server.in_flight)
+        limit.add_metric([server.url], server.request_limit)
+        answered.add_metric([server.url], server.num_prompts)
+    yield from (up, in_flight, limit, answered)
+    queue = GaugeMetricFamily(
+        "extractor_queue_length",
+        "Prompts that wait for room in the budget; samples that wait for a mover.",
+        labels=["queue"],
+    )
+    queue.add_metric(["budget"], counters.budget_queue)
+    queue.add_metric(["mover"], counters.mover_queue)
+    yield queue
+    stages = HistogramMetricFamily(
+        "extractor_stage_duration_seconds", "How long each stage takes.", labels=["stage"]
+    )
+    for stage, durations in counters.stages.items():
+        buckets = [
+            ("+Inf" if bound == float("inf") else repr(bound), count)
+            for bound, count in durations.buckets()
+        ]
+        stages.add_metric([stage.value], buckets, sum_value=durations.total_s)
+    yield stages

@@ -1,0 +1,172 @@
+"""What a run shows while it is going on. Writes to stderr only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Never, Protocol, TextIO
+
+from tqdm import tqdm
+
+from extractor.core.counters import Counters
+from extractor.core.humanize import amount, rate
+from extractor.core.log_line import log_line
+from extractor.status.report import session_document
+
+LINE_INTERVAL_S = 30.0
+#: Columns of a bar, at least, before figures are left out for it.
+LEAST_BAR = 8
+_BEFORE_BAR, _AFTER_BAR = "{percentage:3.0f}%|", "| {n_fmt}/{total_fmt} [ETA {remaining}{postfix}]"
+
+
+class Say(Protocol):
+    """How the parts of a run tell what happens: `Reporter.note`."""
+
+    def __call__(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None: ...
+
+
+class Reporter(Protocol):
+    """Shows a run's progress. `update` is called often and must be cheap."""
+
+    def update(self, counters: Counters) -> None: ...
+
+    def note(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None:
+        """One line for a person, beside the progress; for a program, what happened and its
+        particulars."""
+
+    def close(self) -> None:
+        """The progress is over; more may come, with an `update`."""
+
+
+class BarReporter:
+    """A tqdm bar, for terminals."""
+
+    def __init__(self, stream: TextIO = sys.stderr) -> None:
+        self._stream = stream
+        self._bar: tqdm[Never] | None = None
+
+    def update(self, counters: Counters) -> None:
+        if self._bar is None:
+            self._bar = tqdm(
+                total=counters.num_rows,
+                initial=counters.settled,  # tqdm takes what is beyond it for done since now
+                file=self._stream,
+                dynamic_ncols=True,
+                bar_format=f"{_BEFORE_BAR}{{bar}}{_AFTER_BAR}",
+            )
+        self._bar.n = counters.settled
+        self._bar.set_postfix_str(_that_fit(self._bar, _figures(counters)), refresh=False)
+        self._bar.refresh()
+
+    def note(self, message: str, **_: object) -> None:
+        tqdm.write(message, file=self._stream)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class LineReporter:
+    """One line each 30 s, for logs that people read."""
+
+    def __init__(
+        self, stream: TextIO = sys.stderr, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._next = clock() + LINE_INTERVAL_S
+
+    def update(self, counters: Counters) -> None:
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + LINE_INTERVAL_S
+        self.note(
+            f"{counters.settled:,}/{counters.num_rows:,} rows, {', '.join(_figures(counters))}",
+            event="progress",
+            session=session_document(counters),
+        )
+
+    def note(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None:
+        print(message, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class JsonReporter(LineReporter):
+    """The same lines as JSON objects, one a line, for logs that programs read.
+
+    Every object has `time` (UTC, ISO 8601), `level` (info, warning or error), `event` and
+    `message`, and what else docs/observability.md has of its event.
+    """
+
+    def note(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None:
+        print(log_line(message, event=event, level=level, **fields), file=self._stream, flush=True)
+
+
+class Together:
+    """Several reporters as one. A terminal that went away, or a log on a full disk, ends no run:
+    whoever cannot be told is not told."""
+
+    def __init__(self, *reporters: Reporter) -> None:
+        self._reporters = reporters
+
+    def update(self, counters: Counters) -> None:
+        for reporter in self._reporters:
+            with suppress(OSError):
+                reporter.update(counters)
+
+    def note(
+        self, message: str, *, event: str = "note", level: str = "info", **fields: object
+    ) -> None:
+        for reporter in self._reporters:
+            with suppress(OSError):
+                reporter.note(message, event=event, level=level, **fields)
+
+    def close(self) -> None:
+        for reporter in self._reporters:
+            with suppress(OSError):
+                reporter.close()
+
+
+def reporter_for(stream: TextIO = sys.stderr, *, as_json: bool = False) -> Reporter:
+    """For a person at a terminal, a log that people read, or one that programs read."""
+    if as_json:
+        return JsonReporter(stream)
+    return BarReporter(stream) if stream.isatty() else LineReporter(stream)
+
+
+def _that_fit(bar: tqdm[Never], figures: Sequence[str]) -> str:
+    """As many of the figures, from the first on, as leave room for a bar that can be read."""
+    parts = bar.format_dict
+    width = parts["ncols"]
+    parts |= {"bar_format": f"{_BEFORE_BAR}{_AFTER_BAR}", "ncols": None}
+    for number in range(len(figures), 1, -1):
+        postfix = ", ".join(figures[:number])
+        without_bar = tqdm.format_meter(**{**parts, "postfix": postfix})
+        if width is None or len(without_bar) + LEAST_BAR <= width:
+            return postfix
+    return figures[0]
+
+
+def _figures(counters: Counters) -> tuple[str, ...]:
+    """The first are the most telling: where there is little room, the last are left out."""
+    return (
+        f"{counters.failed:,} failed",
+        f"{counters.in_flight}/{counters.request_limit} in flight",
+        f"{counters.pace.tokens_per_s:,.0f} tok/s",
+        f"shm {amount(counters.shm_bytes)}",
+        f"mean {counters.tokens_per_s:,.0f} tok/s",
+        rate(counters.bytes_per_s),
+    )

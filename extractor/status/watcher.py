@@ -1,0 +1,142 @@
+"""`extractor status --watch`: a run of another process, looked at again and again until it ends.
+
+Two sources: the manifest, read-only and by its tallies alone, so that ten million rows cost no more
+than ten; and `.live.json` for what only the running session knows. The manifest is opened anew for
+each look: a connection that stayed open would keep the run from closing it as one plain file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from extractor.core.config import MANIFEST_NAME, Identity
+from extractor.status.live_file import Live, read_live
+from extractor.system.lock import writer_of
+from manifest.errors import ManifestError, ManifestMissing
+from manifest.records import Totals
+from manifest.states import State
+from manifest.store import Store
+
+#: Between two looks, and between two lines of a log.
+LOOK_INTERVAL_S = 1.0
+LINE_INTERVAL_S = 30.0
+#: A run that is started in the same moment shows itself within so long.
+PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """What the manifest says of a run that has begun."""
+
+    identity: Identity
+    num_rows: int  # of the input
+    totals: Totals  # without alterations
+
+    @property
+    def num_settled(self) -> int:
+        states = self.totals.by_state
+        return states.get(State.STORED, 0) + states.get(State.FAILED, 0)
+
+    @property
+    def num_left(self) -> int:
+        return self.num_rows - self.num_settled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """A run at one moment."""
+
+    out: Path
+    begun: Begun | None  # None while a run has not got as far as its first prompt
+    live: Live | None  # of the session that is going on; after the end, of the last that was seen
+    writer: int | None  # pid of the process that is at work in `out`
+
+    @property
+    def is_over(self) -> bool:
+        return self.writer is None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.is_over and self.begun is not None and not self.begun.num_left
+
+
+class Watcher:
+    """Looks at the run in `out`. Raises ManifestMissing where there is none."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._last_live: Live | None = None
+
+    def look(self) -> Look:
+        # In this order: a run that ends between the two was still at work when it was looked at,
+        # and the next look finds it over with everything in the manifest.
+        live = read_live(self._out)
+        writer = writer_of(self._out)
+        if writer is None and live is not None:
+            writer = live.pid  # of another PID namespace, where the lock cannot be seen into
+        if live is not None:
+            self._last_live = live
+        # While it waits for its server, or ends, what it said last is true no more.
+        shown = self._last_live if writer is None else live
+        return Look(out=self._out, begun=self._begun(writer), live=shown, writer=writer)
+
+    def _begun(self, writer: int | None) -> Begun | None:
+        try:
+            store = Store.open_read_only(self._out / MANIFEST_NAME)
+        except ManifestError:
+            if writer is None:
+                raise
+            return None  # it is being made
+        try:
+            document = store.identity()
+            if not document and writer is not None:
+                return None
+            return Begun(
+                identity=Identity.from_document(document),
+                num_rows=sum(source.num_rows for source in store.sources()),
+                totals=store.totals(with_alterations=False),
+            )
+        finally:
+            store.close()
+
+
+def watch(
+    out: Path,
+    show: Callable[[Look], None],
+    *,
+    interval_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Look:
+    """Show a look every `interval_s` until the run is over; the last look, which is shown too.
+
+    An end is noticed within a second, however long the interval. Where nothing is at work, and
+    something is left to do, it is waited for a run that only starts. Raises ManifestMissing where
+    there is no run, UsageError where none got as far as its first prompt.
+    """
+    watcher = Watcher(out)
+    next_s = clock()
+    give_up_s = next_s + PATIENCE_S
+    while True:
+        try:
+            look = watcher.look()
+        except ManifestMissing:
+            if clock() >= give_up_s:
+                raise
+            sleep(LOOK_INTERVAL_S)
+            continue
+        if not look.is_over:
+            give_up_s = float("-inf")  # it was seen: its end is the end
+        elif not look.is_done and clock() < give_up_s:
+            sleep(LOOK_INTERVAL_S)
+            continue
+        if look.is_over or clock() >= next_s:
+            next_s = clock() + interval_s
+            show(look)
+        if look.is_over:
+            return look
+        sleep(LOOK_INTERVAL_S)

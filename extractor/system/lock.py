@@ -1,0 +1,79 @@
+"""Edge: one writer per output directory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from extractor.core.errors import ExtractorError, OutputBusy, storage_error
+from extractor.dumps.discovery import is_same_process, pid_namespace, process_start_ticks
+from extractor.system.files import read_regular
+from manifest.causes import NO_LOCKS_ERRNOS
+
+LOCK_NAME = ".lock"
+
+
+@contextmanager
+def exclusive(out: Path) -> Iterator[None]:
+    """Hold `out` for this process; the kernel lets go of it however the process ends.
+
+    Raises OutputBusy naming the process that holds it, UsageError if the directory cannot be
+    written or locked, and SpaceError.
+    """
+    try:
+        descriptor = os.open(out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise storage_error(error, where=out) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = (os.pread(descriptor, 128, 0).decode(errors="replace").split() or ["unknown"])[
+                0
+            ]
+            raise OutputBusy(
+                f"{out} is being written by process {holder}. "
+                "Wait for it, stop it, or use another --out."
+            ) from None
+        except OSError as error:
+            raise _without_locks(out, error) from error
+        os.ftruncate(descriptor, 0)
+        start_ticks, namespace = process_start_ticks(os.getpid()), pid_namespace()
+        os.pwrite(descriptor, f"{os.getpid()} {start_ticks} {namespace}".encode(), 0)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the error that ended this is the one to show
+                os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _without_locks(out: Path, error: OSError) -> ExtractorError:
+    # A file system without locks reports one of several errnos; report all of them as ENOLCK.
+    if error.errno not in NO_LOCKS_ERRNOS:
+        return storage_error(error, where=out)
+    number = errno.ENOLCK
+    return storage_error(OSError(number, os.strerror(number)), where=out)
+
+
+def writer_of(out: Path) -> int | None:
+    """The pid of another process that holds `out`; None when none does, or none that can be seen
+    from here.
+
+    Told by what the holder wrote, not by trying the lock: a run that starts meanwhile would find
+    it taken.
+    """
+    try:
+        pid, start_ticks, namespace = (
+            read_regular(out / LOCK_NAME, max_bytes=4096).decode(errors="replace").split()
+        )
+        if int(pid) == os.getpid() or namespace != pid_namespace():
+            return None
+        return int(pid) if is_same_process(int(pid), int(start_ticks), namespace) else None
+    except (OSError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,228 @@
+"""`extractor verify --repair`: keep what is proven; the next run extracts the rest again.
+
+A shard with anything wrong in it is left for a new one that gets its sound samples, in the order in
+which a run stores them: copy (and prove once more), fdatasync, one manifest commit, and only then
+is the damaged file removed. A crash leaves nothing that the next run or repair does not settle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from extractor.core.config import (
+    DATASET_NAME,
+    MANIFEST_NAME,
+    SHARDS_DIRECTORY,
+    Identity,
+    RunOptions,
+)
+from extractor.core.errors import CorruptData, UsageError, storage_error
+from extractor.core.humanize import counted
+from extractor.shards.dataset import dataset_document
+from extractor.shards.format import shard_name
+from extractor.shards.strays import ManifestLost
+from extractor.shards.writer import ShardSettings, ShardWriter, sealed_shard_path
+from extractor.status.live_file import LIVE_NAME
+from extractor.system.files import is_regular, sync_directory, write_whole
+from extractor.system.lock import exclusive
+from extractor.verify.audit import audit, open_manifest
+from extractor.verify.findings import Audit, FindingKind, Progress
+from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
+from manifest.records import Forgotten, Relocated, Row, Shard
+from manifest.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """What a repair did."""
+
+    shards: int  # damaged ones, replaced or given up
+    kept: int  # sound samples of these
+    planned: int  # samples that the next run extracts again
+    unknown: tuple[str, ...] = ()  # files among the shards that the manifest does not know: left
+    rows: int = 0  # damaged manifest rows, which the next run reads from the input again
+    refused: str | None = None  # why nothing was changed
+    manifest: bool = False  # whether indexes and counts of the manifest were made again
+    dataset: bool = False  # whether dataset.json was written again
+
+    def to_document(self) -> dict[str, Any]:
+        """The part of the JSON of `extractor verify --repair`."""
+        return asdict(self)
+
+    def to_text(self) -> str:
+        lines = []
+        if self.refused is not None:
+            lines.append(f"not repaired: {self.refused}")
+        if self.rows:
+            lines.append(
+                f"dropped {counted(self.rows, 'damaged row')} from the manifest, to be read and "
+                "extracted again by the same `extractor run`"
+            )
+        if self.manifest:
+            lines.append("made the indexes and counts of the manifest again from its rows")
+        if self.dataset:
+            lines.append(f"wrote {DATASET_NAME} again from the manifest")
+        if self.shards:
+            lines.append(
+                f"repaired {counted(self.shards, 'shard')}: {counted(self.kept, 'sample')} kept, "
+                f"{self.planned:,} to be extracted again by the same `extractor run`"
+            )
+        lines = lines or ["nothing to repair"]
+        if self.unknown:
+            lines.append(
+                f"left alone {counted(len(self.unknown), 'file')} that this data set did not "
+                "write; move away or remove by hand, and repair again: " + ", ".join(self.unknown)
+            )
+        return "\n".join(lines)
+
+
+def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple[Audit, Repair]:
+    """Check a data set and replace its damaged shards.
+
+    Raises OutputBusy while a run writes it, ManifestMissing if there is no data set, UsageError if
+    the directory cannot be written, SpaceError, ManifestError for a manifest of another version.
+    """
+    # First, so that no lock is left in a directory that is no data set.
+    with suppress(ManifestDamaged, ManifestLost):
+        open_manifest(out).close()
+    try:
+        with exclusive(out):
+            found = audit(out, progress=progress)
+            return found, _repair(out, found)
+    except OSError as error:
+        raise storage_error(error, where=out) from error
+
+
+def _repair(out: Path, found: Audit) -> Repair:
+    try:
+        open_manifest(out).close()
+        store = Store.create_or_open(out / MANIFEST_NAME)
+    except (ManifestDamaged, ManifestLost) as error:
+        return _refused(str(error))
+    try:
+        try:
+            repairer = _Repairer(out, store)
+            is_manifest_mended = FindingKind.MANIFEST_DAMAGED in found.counts
+            if is_manifest_mended:
+                repairer.mend_manifest(found.damage.rows)
+        except ManifestSpaceError:
+            raise
+        except (ManifestError, CorruptData, UsageError) as error:
+            return _refused(str(error))
+        repair = replace(repairer.run(found), manifest=is_manifest_mended)
+        if FindingKind.PROVENANCE not in found.counts:
+            return repair
+        path = out / DATASET_NAME
+        if os.path.lexists(path) and not is_regular(path):
+            return replace(repair, unknown=(*repair.unknown, str(path)))
+        return replace(repair, dataset=repairer.write_dataset(path))
+    finally:
+        store.close()
+
+
+def _refused(why: str) -> Repair:
+    return Repair(
+        shards=0,
+        kept=0,
+        planned=0,
+        refused=f"{why} Nothing was changed. Nothing else knows what the manifest held: restore it "
+        "from a copy, or extract into a new --out.",
+    )
+
+
+class _Repairer:
+    def __init__(self, out: Path, store: Store) -> None:
+        self._out = out
+        self._store = store
+        self._settings = ShardSettings(
+            directory=out / SHARDS_DIRECTORY,
+            identity=Identity.from_document(store.identity()),
+            shard_bytes=RunOptions.shard_bytes,
+            file_mode=RunOptions.file_mode,
+        )
+
+    def mend_manifest(self, rows: Collection[int]) -> None:
+        names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}
+        self._store.mend(drop=rows, shard_names=names)
+
+    def write_dataset(self, path: Path) -> bool:
+        """Write `dataset.json` from the manifest; False where that does not hold all of it."""
+        if starts := self._store.server_starts():
+            write_whole(path, dataset_document(self._settings.identity, starts))
+        return bool(starts)
+
+    def run(self, found: Audit) -> Repair:
+        damage = found.damage
+        # An open shard is first sealed by the run that fills it: a hole in it would stay one.
+        shards = [s for s in self._store.shards() if s.is_sealed and s.number in damage.shards]
+        unknown = [f.detail for f in found.findings if f.kind is FindingKind.SHARD_UNKNOWN]
+        kept = planned = num_shards = 0
+        for shard in shards:
+            path = sealed_shard_path(self._settings.directory, shard)
+            if os.path.lexists(path) and not is_regular(path):
+                unknown.append(str(path))  # not a file of ours: leave it alone
+                continue
+            rows = self._store.shard_rows(shard.number)
+            num_kept = self._replace(shard, rows, damage.samples)
+            num_shards += 1
+            kept += num_kept
+            planned += len(rows) - num_kept
+        if FindingKind.LIVE_DAMAGED in found.counts and is_regular(self._out / LIVE_NAME):
+            (self._out / LIVE_NAME).unlink(missing_ok=True)
+        return Repair(
+            shards=num_shards,
+            kept=kept,
+            planned=planned,
+            unknown=tuple(unknown),
+            rows=len(damage.rows),
+        )
+
+    def _replace(self, shard: Shard, rows: Sequence[Row], damaged: Collection[int]) -> int:
+        """Move the sound samples of a shard to a new one; how many those were."""
+        path = sealed_shard_path(self._settings.directory, shard)
+        if not path.exists():
+            self._store.forget_stored([row.ordinal for row in rows])
+            return 0
+        sound = [row for row in rows if row.ordinal not in damaged]
+        number = max(other.number for other in self._store.shards()) + 1
+        writer = ShardWriter.create(
+            self._settings, number=number, expected_samples=max(1, len(sound))
+        )
+        try:
+            self._store.add_shard(writer.shard)
+            self._move(writer, rows, path, damaged)
+            path.unlink()
+            sync_directory(path.parent)
+            self._store.drop_shard(shard.number)
+            num_kept = writer.num_samples
+            if num_kept:
+                self._store.seal_shard(number, writer.seal())
+            else:
+                self._store.drop_shard(number)
+                writer.discard()
+            return num_kept
+        finally:
+            writer.close()
+
+    def _move(
+        self, writer: ShardWriter, rows: Sequence[Row], path: Path, damaged: Collection[int]
+    ) -> None:
+        changes: list[Relocated | Forgotten] = []
+        source = os.open(path, os.O_RDONLY)
+        try:
+            for row in rows:
+                offset = None if row.ordinal in damaged else writer.append_stored(row, source)
+                changes.append(
+                    Forgotten(ordinal=row.ordinal)
+                    if offset is None
+                    else Relocated(ordinal=row.ordinal, shard=writer.shard.number, offset=offset)
+                )
+        finally:
+            os.close(source)
+        writer.sync()
+        self._store.apply(changes)
