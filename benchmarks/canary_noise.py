@@ -23,13 +23,13 @@ import numpy as np
 
 from benchmarks.command import Failed, add_server, command_parser, number_from, run_command
 from benchmarks.load import prefill_s, random_prompts
-from extractor.core.config import RunOptions
+from extractor.core.run_options import RunOptions
 from extractor.dumps.collector import Collector
 from extractor.servers.canary import Comparison, compare, ids_of
 from extractor.servers.client import Client
-from extractor.servers.preflight import Target, require_probe
+from extractor.servers.probe import require_probe
 from extractor.servers.server_facts import facts_of
-from extractor.servers.target import require_target
+from extractor.servers.target import Target, require_target
 
 #: Number of prompts that the server processes together with the canary, and their length in tokens.
 BESIDE = 48

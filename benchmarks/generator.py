@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.command import command_parser, number_from, run_command
-from extractor.core.config import Layout
+from extractor.core.layout import Layout
 from extractor.testing.fake_server import FakeModel, FakeServer, Fault
 from server_patch.dump_format import DumpHeader, dump_name, encode_header
 from server_patch.files import Buffer, write_whole

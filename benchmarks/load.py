@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.command import Failed
-from extractor.core.plan import Request
-from extractor.dispatch.retry import Failure
+from extractor.core.failure import Failure
+from extractor.core.request import Request
 from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import Rank
 from extractor.servers.client import Client

@@ -19,8 +19,8 @@ import orjson
 import psutil
 
 from benchmarks.command import Failed, command_parser, number_from, run_command
-from extractor.core.admission import Admission
-from extractor.core.plan import Limits, Refusal
+from extractor.core.admission import Admission, Refusal
+from extractor.core.request import Limits
 from extractor.core.row_policy import DEFAULT_POLICY
 from extractor.dispatch.row_recorder import planned_row
 from extractor.intake.prompt_stream import in_thread, prompts_of

@@ -15,8 +15,11 @@ import numpy as np
 import safetensors
 import xxhash
 
-from extractor.core.config import MANIFEST_NAME, Identity, Layout, RunOptions
 from extractor.core.counters import Counters
+from extractor.core.identity import Identity
+from extractor.core.layout import Layout
+from extractor.core.paths import MANIFEST_NAME
+from extractor.core.run_options import RunOptions
 from extractor.servers.server_facts import facts_of
 from extractor.testing.fake_server import FakeServer, fake_states
 from extractor.verify.audit import audit

@@ -8,9 +8,10 @@ import click
 
 from extractor.cli.console import run_async
 from extractor.cli.options import ADDRESS, DUMP_DIR_OPTION, PATH, SERVER_HELP, seconds_option
-from extractor.core.config import DEFAULT_OUT, DEFAULT_SERVER_URL, require_url
+from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.errors import UsageError
-from extractor.servers.doctor import examine
+from extractor.core.paths import DEFAULT_OUT
+from extractor.pipeline.doctor import examine
 
 
 @click.command("doctor", short_help="Check server, plugin, disks and limits.")

@@ -27,15 +27,18 @@ from extractor.cli.options import (
     seconds_option,
 )
 from extractor.cli.prompt_options import policy_from, policy_options, reading_from, reading_options
+from extractor.core.address import DEFAULT_SERVER_URL
 from extractor.core.bounds import MAX_COUNT, MAX_MOVERS, MAX_TOKENIZER_WORKERS
-from extractor.core.config import DEFAULT_OUT, DEFAULT_SERVER_URL, DEFAULT_SHARD_BYTES, RunOptions
 from extractor.core.errors import UsageError
+from extractor.core.events import Reporter
+from extractor.core.paths import DEFAULT_OUT
+from extractor.core.run_options import DEFAULT_SHARD_BYTES, RunOptions
 from extractor.pipeline.dry_run import dry_run as dry_run_of
 from extractor.pipeline.run import RunSummary, run
 from extractor.servers.launcher import any_server_answers, free_port, running_server
 from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
 from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
-from extractor.status.reporters import Reporter, Together, reporter_for
+from extractor.status.reporters import Together, reporter_for
 
 
 @click.command("run", cls=PassingCommand)

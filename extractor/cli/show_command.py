@@ -11,8 +11,8 @@ import click
 from extractor.cli.console import print_json, run_async
 from extractor.cli.options import ADDRESS, PATH, TOKENIZER_OPTION
 from extractor.cli.prompt_options import reading_from, reading_options
+from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.bounds import MAX_COUNT
-from extractor.core.config import DEFAULT_SERVER_URL, require_url
 from extractor.intake.prompt_stream import renderer_for
 from extractor.pipeline.show import server_tokenizer, show_row
 from prompts.types import BadRow

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from extractor.core.config import Layout
 from extractor.core.errors import RowRefused
-from extractor.core.plan import Limits, Refusal, dump_bytes, refusal
+from extractor.core.layout import Layout
+from extractor.core.request import Limits, dump_bytes
 from extractor.core.row_policy import OnBadRow, OnDuplicate, OnTooLong, Policy
 from manifest.states import Reason
 from prompts.token_bound import TokenBound
@@ -132,3 +132,33 @@ def _stop(row: Prompt | BadRow, reason: str, detail: str, option: str) -> RowRef
         f"{row.source}:{row.line}: {reason}: {detail}. Mend the row, or leave {option} out. "
         "What was stored stays; the same command goes on."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a prompt must not be sent."""
+
+    reason: Reason
+    detail: str
+
+
+def refusal(prompt: Prompt, limits: Limits) -> Refusal | None:
+    """Why the server must not get this prompt; None if it may.
+
+    An id outside the vocabulary indexes the embedding without a check and kills the server; a
+    prompt over the limit is cut silently by some configurations.
+    """
+    if prompt.num_tokens > limits.max_prompt_tokens:
+        return Refusal(
+            reason=Reason.TOO_LONG,
+            detail=f"{prompt.num_tokens} tokens, the server takes {limits.max_prompt_tokens}",
+        )
+    outside = (prompt.input_ids < 0) | (prompt.input_ids >= limits.vocab_size)
+    if outside.any():
+        position = int(outside.argmax())
+        return Refusal(
+            reason=Reason.TOKEN_OUT_OF_RANGE,
+            detail=f"token {position} is {int(prompt.input_ids[position])}, "
+            f"the vocabulary has {limits.vocab_size}",
+        )
+    return None

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from extractor.core.config import Layout
-from extractor.dispatch.retry import Failure
+from extractor.core.failure import Failure
+from extractor.core.layout import Layout
 from manifest.states import Reason
 from server_patch.dump_format import ITEM_BYTES, DumpHeader, Ready
 

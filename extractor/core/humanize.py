@@ -94,3 +94,8 @@ def parse_bytes(text: str) -> int:
     if not 0 <= size < math.inf:
         raise ValueError(f"{text!r} is no size")
     return int(size)
+
+
+def quoted(value: object) -> str:
+    text = "no value" if value is None else repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -9,20 +9,22 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from extractor.core.checks import ReplyFacts, check_reply
-from extractor.core.config import Layout, RunOptions
 from extractor.core.counters import Counters, Stage
 from extractor.core.errors import ConfigMismatch, ServerError
+from extractor.core.events import Say
+from extractor.core.failure import Failure
 from extractor.core.humanize import amount
-from extractor.core.plan import Request, dump_bytes, make_rid, rid_prefix
+from extractor.core.layout import Layout
+from extractor.core.request import Request, dump_bytes
+from extractor.core.rids import make_rid, rid_prefix
+from extractor.core.run_options import RunOptions
 from extractor.dispatch.health import ServerWatch
 from extractor.dispatch.limiter import Limiter
-from extractor.dispatch.retry import Failure
 from extractor.dispatch.scheduler import Turn, Turns
 from extractor.dumps.collector import LATE_DUMPS_S, Collected, Collector, remove_unfinished
 from extractor.dumps.discovery import is_alive
 from extractor.servers.client import Client
-from extractor.servers.preflight import Target
-from extractor.status.reporters import Say
+from extractor.servers.target import Target
 from extractor.system.files import free_bytes
 from manifest.owner import StoreOwner
 from manifest.records import Moved

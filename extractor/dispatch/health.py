@@ -8,21 +8,17 @@ from contextlib import suppress
 
 from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.errors import ServerGone, ServerLost, SpaceError
+from extractor.core.events import Say
+from extractor.core.failure import Failure
 from extractor.dispatch.breaker import Breaker
 from extractor.dispatch.limiter import Limiter
-from extractor.dispatch.retry import Failure, RetryPolicy
+from extractor.dispatch.retry import RetryPolicy
 from extractor.dispatch.scheduler import Gate, Turns
 from extractor.dumps.collector import Collected, Collector
 from extractor.dumps.discovery import is_alive
 from extractor.servers.client import Client
-from extractor.servers.preflight import (
-    PROBE_TIMEOUT_S,
-    PROBE_TOKENS,
-    Target,
-    probe_ids,
-    probe_request,
-)
-from extractor.status.reporters import Say
+from extractor.servers.probe import PROBE_TIMEOUT_S, PROBE_TOKENS, probe_ids, probe_request
+from extractor.servers.target import Target
 
 #: A server that answers nothing for this long is taken for dead although its process lives.
 GONE_AFTER_S = 30.0

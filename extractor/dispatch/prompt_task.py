@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from extractor.core.failure import Failure
 from extractor.dispatch.budget import Budget
-from extractor.dispatch.retry import Failure, Remedy, RetryPolicy
+from extractor.dispatch.retry import Remedy, RetryPolicy
 from extractor.dispatch.row_recorder import Ledger
 from extractor.dispatch.server_pool import Fleet
 from extractor.dumps.collector import Collected

@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
-from extractor.core.config import DATASET_NAME, SHARDS_DIRECTORY, Identity
 from extractor.core.errors import ConfigMismatch, storage_error
+from extractor.core.identity import Identity
+from extractor.core.paths import DATASET_NAME, SHARDS_DIRECTORY
 from extractor.servers.canary import NUM_TOKENS, RID, Comparison, compare, encode_canary, ids_of
-from extractor.servers.preflight import Target
 from extractor.servers.server_facts import (
     Difference,
     Facts,
@@ -23,6 +23,7 @@ from extractor.servers.server_facts import (
     facts_of,
     facts_of_identity,
 )
+from extractor.servers.target import Target
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import sample_tensors
 from extractor.shards.writer import open_shard_path, sealed_shard_path

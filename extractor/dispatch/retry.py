@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from manifest.states import Reason
+from extractor.core.failure import Failure
 
 
 class Remedy(Enum):
@@ -16,42 +16,12 @@ class Remedy(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
-    """One attempt that gave no sample."""
-
-    reason: Reason
-    detail: str
-    is_permanent: bool = False  # trying again cannot help
-    is_busy: bool = False  # 429, 503 or no room for its dump: nothing is wrong with the prompt
-    is_transport: bool = False  # the connection failed: the server may be gone
-    is_unsent: bool = False  # the server was not even reached
-    is_unanswered: bool = False  # it had the request, or may have had it, and said nothing
-    is_copy: bool = False  # the server processes an earlier copy of it, whose dump may arrive
-    others_served: bool = False  # meanwhile, by the same server
-
-    @property
-    def is_unserved(self) -> bool:
-        """Whether the server may be at fault: a broken connection, a time-out, a 5xx, an abort."""
-        return self.reason is Reason.SERVER_ERROR and not self.is_busy
-
-    @property
-    def is_not_counted(self) -> bool:
-        """Whether it says nothing against the prompt, so that it costs none of its attempts."""
-        return self.is_busy or self.is_transport or self.is_copy
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether it may be the prompt's. Where nobody was served meanwhile, a refusal tells
-        nothing even of this prompt."""
-        return not self.is_not_counted or self.others_served
-
-
-@dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     """Exponential back-off with full jitter, up to bounds that keep for ever from being for ever.
 
     The delay after setback n is uniform in [0, min(cap, base * 2**(n-1))]:
 
+    >>> from manifest.states import Reason
     >>> policy = RetryPolicy(max_attempts=4, base_delay_s=0.5, max_delay_s=30.0)
     >>> [policy.delay_s(setback, chance=1.0) for setback in (1, 2, 3, 8)]
     [0.5, 1.0, 2.0, 30.0]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from extractor.core.config import Layout
+from extractor.core.admission import Refusal
 from extractor.core.counters import Counters
-from extractor.core.plan import Refusal
-from extractor.dispatch.retry import Failure
+from extractor.core.events import Reporter
+from extractor.core.failure import Failure
+from extractor.core.layout import Layout
 from extractor.shards.format import sample_bytes
-from extractor.status.reporters import Reporter
 from manifest.owner import StoreOwner
 from manifest.records import Failed, Moved, Planned, Rejected
 from manifest.states import ASKED_FOR, Event, Reason

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from extractor.core.config import Layout, RunOptions
 from extractor.core.counters import Counters, ServerNow
 from extractor.core.errors import (
     ExtractorError,
@@ -28,19 +27,23 @@ from extractor.core.errors import (
     UsageError,
     first_known,
 )
+from extractor.core.events import Say
+from extractor.core.failure import Failure
 from extractor.core.humanize import counted
-from extractor.core.plan import Limits
+from extractor.core.layout import Layout
+from extractor.core.request import Limits
+from extractor.core.run_options import RunOptions
 from extractor.dispatch.connection import Exchange, Unanswered
 from extractor.dispatch.limiter import MOST_LIMIT, Auto, Fixed, Limiter
 from extractor.dispatch.provenance import Provenance
-from extractor.dispatch.retry import Failure, is_convicted
+from extractor.dispatch.retry import is_convicted
 from extractor.dispatch.scheduler import Turns
 from extractor.dumps.collector import Collected
+from extractor.dumps.discovery import require_dump_directory
 from extractor.dumps.dump_reader import Rank
 from extractor.servers.client import Client
-from extractor.servers.preflight import Target, require_dump_directory, require_probe
-from extractor.servers.target import require_alike, require_no_stricter, require_target
-from extractor.status.reporters import Say
+from extractor.servers.probe import require_probe
+from extractor.servers.target import Target, require_alike, require_no_stricter, require_target
 from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from extractor.core.checks import check_header
-from extractor.core.config import Layout
-from extractor.core.plan import ordinal_of, rid_prefix
+from extractor.core.layout import Layout
+from extractor.core.rids import ordinal_of, rid_prefix
 from extractor.dumps.correlator import Piece, Tiling, tile
 from extractor.dumps.dump_reader import DumpFile, DumpPiece, DumpWatcher, Rank
 from server_patch.dump_format import Ready

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from extractor.core.checks import check_header
 from extractor.core.errors import ConfigMismatch, PluginError, ServerError
-from extractor.dispatch.retry import Failure
+from extractor.core.failure import Failure
 from extractor.dumps.correlator import Correlator, Match, Piece
 from extractor.dumps.discovery import is_alive, scan_writers
 from extractor.dumps.dump_reader import (

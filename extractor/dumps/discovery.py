@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -14,9 +15,16 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from extractor.core.config import DEFAULT_DUMP_ROOT
-from extractor.core.errors import BadDumpDir, ExtractorError, PluginError, storage_error
+from extractor.core.errors import (
+    BadDumpDir,
+    ExtractorError,
+    PluginError,
+    UsageError,
+    storage_error,
+)
+from extractor.core.paths import DEFAULT_DUMP_ROOT
 from extractor.dumps.dump_reader import Rank
+from extractor.system.process_id import is_same_process
 from manifest.causes import LIMIT_ERRNOS
 from server_patch.dump_format import (
     FAILED_NAME,
@@ -78,34 +86,6 @@ def scan_writers(root: Path) -> Writers:
 def is_alive(ready: Ready) -> bool:
     """Whether the very process that wrote READY.json still runs."""
     return is_same_process(ready.pid, ready.pid_start_ticks, ready.pid_namespace)
-
-
-def is_same_process(pid: int, start_ticks: int, namespace: str | None) -> bool:
-    """Whether the process that had this pid when it started then still runs: a pid may be used
-    again, its start time with it may not.
-
-    One in another PID namespace, as in another container, cannot be seen from here and is taken
-    for alive: its files must not be touched, and the probe tells whether it works.
-    """
-    if namespace not in (None, pid_namespace()):
-        return True
-    return process_start_ticks(pid) == start_ticks
-
-
-def pid_namespace() -> str:
-    """The name of this process's PID namespace."""
-    return os.readlink("/proc/self/ns/pid")
-
-
-def process_start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/<pid>/stat; None when there is no such process or it is a zombie."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None  # any other error is not about that process
-    # The second field, the command, may hold spaces and parentheses: count from its end.
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def ranks_of(
@@ -238,3 +218,24 @@ def _dump_root_of_server(url: str) -> str | None:
                     environment = psutil.Process(connection.pid).environ()
                     return environment.get(DUMP_DIR) or None
     return None
+
+
+def require_dump_directory(ranks: Sequence[Rank]) -> None:
+    """Check that this process may create and remove files beside the dumps.
+
+    Raises UsageError, SpaceError.
+    """
+    for rank in ranks:
+        # One name for all clients: what a killed one leaves is removed by the next.
+        trial = rank.directory / ".tmp-client"
+        try:
+            trial.write_bytes(b"")
+            trial.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise storage_error(error, where=rank.directory) from error
+            raise UsageError(
+                f"{rank.directory}: this user cannot create and remove files there ({error}). "
+                "Run as the server's user, or start the server with "
+                "SGLANG_HS_FILE_MODE=660 and a common group."
+            ) from error

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from extractor.core.plan import run_of
+from extractor.core.rids import run_of
 from extractor.dumps.correlator import Piece
 from extractor.system.inotify import DirectoryWatch
 from server_patch.dump_format import (

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 
-from extractor.core.config import NO_TOKENIZER
 from prompts.inputs import InputFile
 from prompts.pool import RendererPool
 from prompts.reading_options import ReadingOptions
@@ -87,3 +86,7 @@ async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncGenerator[Prompt | 
         ahead.cancel()  # nobody is going to ask what became of it
         # It may be passing over a million rows that nobody wants: signals are heard meanwhile.
         await asyncio.to_thread(thread.shutdown)
+
+
+#: In place of a tokenizer's path: there are rows of ids only.
+NO_TOKENIZER = "none"

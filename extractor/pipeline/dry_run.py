@@ -16,25 +16,23 @@ from typing import Any
 import orjson
 
 from extractor.core.admission import Admission, Room, token_bound
-from extractor.core.config import Layout, RunOptions
 from extractor.core.errors import BadDumpDir, PluginError, ServerUnreachable, UsageError
+from extractor.core.events import Reporter
+from extractor.core.failure import Failure
 from extractor.core.humanize import counted
-from extractor.core.plan import Limits, Request
+from extractor.core.layout import Layout
+from extractor.core.request import Limits, Request
+from extractor.core.run_options import RunOptions
 from extractor.dispatch.limiter import MOST_LIMIT
 from extractor.dispatch.places import LIGHT_BYTES, num_places
-from extractor.dispatch.retry import Failure
 from extractor.dispatch.server_pool import require_connections
 from extractor.intake.prompt_files import scan_prompts
 from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of, renderer_for
 from extractor.pipeline.forecast import Forecast, Speed, forecast_document, forecast_text
 from extractor.servers.client import Client, clients_of
-from extractor.servers.preflight import (
-    Target,
-    shm_budget,
-)
 from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, boundaries_of
-from extractor.servers.target import require_targets
-from extractor.status.reporters import Reporter
+from extractor.servers.shm_budget import shm_budget
+from extractor.servers.target import Target, require_targets
 from extractor.status.watcher import Watcher
 from extractor.system.files import free_bytes
 from manifest.errors import ManifestMissing

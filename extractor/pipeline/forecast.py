@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from extractor.core.admission import Admission, Room
+from extractor.core.admission import Admission, Refusal, Room
 from extractor.core.humanize import amount, duration, table
-from extractor.core.plan import Limits, Refusal, dump_bytes
+from extractor.core.request import Limits, dump_bytes
 from extractor.shards.format import MAX_ROOM_BYTES, header_room, sample_bytes, samples_that_fit
 from prompts.types import BadRow, Prompt
 

@@ -10,9 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 from extractor import __version__
-from extractor.core.config import Identity, RunOptions
 from extractor.core.counters import Counters
 from extractor.core.errors import ConfigMismatch
+from extractor.core.identity import Identity
+from extractor.core.run_options import RunOptions
 from manifest.folding import PROMPT_CHANGED
 from manifest.owner import StoreOwner
 from manifest.records import Source

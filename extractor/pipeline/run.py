@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from extractor.core.admission import token_bound
-from extractor.core.config import Identity, RunOptions
 from extractor.core.counters import Counters, Stage
 from extractor.core.errors import (
     BadAddress,
@@ -20,13 +19,18 @@ from extractor.core.errors import (
     first_known,
     storage_error,
 )
+from extractor.core.events import Reporter
 from extractor.core.humanize import amount, counted, milliseconds, table
-from extractor.core.plan import Limits, rid_prefix
+from extractor.core.identity import Identity
+from extractor.core.request import Limits
+from extractor.core.rids import rid_prefix
+from extractor.core.run_options import RunOptions
 from extractor.dispatch.health import RESTART_ADVICE
 from extractor.dispatch.limiter import MOST_LIMIT
 from extractor.dispatch.provenance import Provenance
 from extractor.dispatch.server_pool import Member, require_connections
 from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
+from extractor.dumps.discovery import require_dump_directory
 from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
 from extractor.intake.prompt_stream import renderer_for
 from extractor.pipeline.resume import (
@@ -39,20 +43,16 @@ from extractor.pipeline.resume import (
 )
 from extractor.pipeline.session import Session, shard_settings
 from extractor.servers.client import Client, clients_of
-from extractor.servers.preflight import (
-    manifest_warning,
-    prepare_out,
-    require_dump_directory,
-    require_probe,
-)
+from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import require_targets
 from extractor.shards.mover import seal_left_open
+from extractor.shards.output_dir import manifest_warning, prepare_out
 from extractor.shards.recovery import Reconciled, reconcile
 from extractor.shards.strays import require_begun, require_manifest
 from extractor.status.live_file import LiveFile
 from extractor.status.report import session_document, totals_document, totals_table
-from extractor.status.reporters import Reporter, Together
+from extractor.status.reporters import Together
 from extractor.system.lock import exclusive
 from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals

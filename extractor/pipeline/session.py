@@ -11,11 +11,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from extractor.core.admission import Admission, Room
-from extractor.core.config import Identity, RunOptions
+from extractor.core.admission import Admission, Refusal, Room
 from extractor.core.errors import Interrupted
-from extractor.core.plan import Refusal, dump_bytes, rid_prefix
+from extractor.core.events import Reporter
+from extractor.core.identity import Identity
+from extractor.core.request import dump_bytes
+from extractor.core.rids import rid_prefix
 from extractor.core.row_policy import OnDuplicate
+from extractor.core.run_options import RunOptions
 from extractor.dispatch.budget import Budget
 from extractor.dispatch.places import Place, Places
 from extractor.dispatch.prompt_task import Attempts
@@ -29,11 +32,10 @@ from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import DumpPiece, disown
 from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of
 from extractor.pipeline.resume import RunState
-from extractor.servers.preflight import shm_budget
+from extractor.servers.shm_budget import shm_budget
 from extractor.shards.mover import Movers
 from extractor.shards.recovery import Reconciled
 from extractor.shards.writer import ShardSettings
-from extractor.status.reporters import Reporter
 from extractor.system.signals import stop_on_signals
 from manifest.owner import StoreOwner
 from manifest.store import Store

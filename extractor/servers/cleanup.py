@@ -13,16 +13,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from extractor.core.config import MANIFEST_NAME
 from extractor.core.humanize import counted
-from extractor.core.plan import run_of
-from extractor.dumps.discovery import (
-    is_same_process,
-    pid_namespace,
-    process_start_ticks,
-    scan_writers,
-)
+from extractor.core.paths import MANIFEST_NAME
+from extractor.core.rids import run_of
+from extractor.dumps.discovery import scan_writers
 from extractor.system.files import write_whole
+from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
 from extractor.system.shared_memory import left_in_shared_memory, remove_shared_memory
 from server_patch.dump_format import (
     FAILED_NAME,

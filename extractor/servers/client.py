@@ -21,9 +21,9 @@ from extractor.core.errors import (
     ServerUnreachable,
     UsageError,
 )
+from extractor.core.failure import Failure
 from extractor.core.humanize import amount
-from extractor.core.plan import Request
-from extractor.dispatch.retry import Failure
+from extractor.core.request import Request
 from extractor.servers.connection_errors import about_proxies, detail_of, lasting_problem, own_limit
 from extractor.servers.refusals import abort_failure, http_failure
 from extractor.servers.wire import (

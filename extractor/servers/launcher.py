@@ -29,8 +29,10 @@ from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageE
 from extractor.dumps.discovery import scan_writers
 from extractor.servers.cleanup import Journal, remove_useless
 from extractor.servers.client import Client
-from extractor.servers.preflight import Target, require_directory, require_plugin, require_probe
+from extractor.servers.probe import require_probe
 from extractor.servers.sglang_flags import ServeOptions
+from extractor.servers.target import Target, require_plugin
+from extractor.system.files import require_directory
 from extractor.system.process_tree import ServerProcess, started
 
 POLL_S = 0.25

@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from extractor.dispatch.retry import Failure
+from extractor.core.failure import Failure
 from manifest.states import Reason
 
 PROMPTS_FAULT: Final = Failure(reason=Reason.REJECTED, detail="", is_permanent=True)

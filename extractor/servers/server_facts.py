@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from extractor import __version__
-from extractor.core.config import Identity
+from extractor.core.identity import Identity
 from server_patch.dump_format import Ready
 
 Facts = Mapping[str, Any]

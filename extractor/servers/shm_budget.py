@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from extractor.core.errors import (
+    SpaceError,
+    UsageError,
+)
 from extractor.core.humanize import amount
-from extractor.dumps.discovery import pid_namespace
+from extractor.core.layout import Layout
+from extractor.core.request import Limits, dump_bytes
 from extractor.dumps.dump_reader import Rank
-from extractor.system.files import file_system_type, free_bytes
+from extractor.system.files import MEMORY_FILE_SYSTEMS, file_system_type, free_bytes
 from extractor.system.memory_limits import Bound, memory_bounds, tightest
-
-MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+from extractor.system.process_id import pid_namespace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +90,36 @@ def _read(path: PurePosixPath) -> str | None:
         return Path(path).read_text()
     except OSError:
         return None
+
+
+def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> int:
+    """Bytes of dumps to allow at a time. Default: half of what there is room for now, under the
+    dump root and within the memory limits that hold for the server.
+
+    Raises UsageError for a budget that does not hold even one short prompt, SpaceError when there
+    is no room for that much.
+    """
+    room = headroom(ranks)
+    ready = ranks[0].ready
+    free = room.free_bytes
+    budget = free // 2 if wanted is None else wanted
+    num_tokens = min(1024, limits.max_prompt_tokens)
+    least = dump_bytes(num_tokens, Layout.of(ready), limits)
+    hint = (
+        "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
+        if room.is_of_file_system
+        else "Free memory or raise that limit."
+    )
+    if wanted is not None and wanted < least:
+        raise UsageError(
+            f"--shm-budget {amount(wanted)} does not hold one prompt of {num_tokens:,} "
+            f"tokens, which takes {amount(least)}"
+        )
+    if budget > room.sure_bytes:
+        raise SpaceError(f"--shm-budget is {amount(budget)}, {room.what} {amount(free)}. {hint}")
+    if budget < least:
+        raise SpaceError(
+            f"{room.what} {amount(free)}; half of it does not hold one prompt of "
+            f"{num_tokens:,} tokens ({amount(least)}). {hint}"
+        )
+    return budget

@@ -5,21 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from extractor.core.config import RunOptions
-from extractor.core.errors import ConfigMismatch, ServerUnreachable
-from extractor.core.plan import Limits
-from extractor.servers import server_facts
-from extractor.servers.client import Client, wait_until_answering
-from extractor.servers.preflight import (
-    Target,
-    require_plugin,
-    require_server,
-    require_wanted,
-    same_model,
-    unreachable,
+from extractor.core.errors import (
+    ConfigMismatch,
+    PluginError,
+    ServerUnreachable,
 )
-from extractor.status.reporters import Say
+from extractor.core.events import Say
+from extractor.core.request import Limits
+from extractor.core.rids import RID_PREFIX
+from extractor.core.run_options import RunOptions
+from extractor.dumps.discovery import ranks_of, scan_writers
+from extractor.dumps.dump_reader import Rank
+from extractor.servers import server_facts
+from extractor.servers.client import Client, ServerFacts, wait_until_answering
+from extractor.servers.server_facts import was_updated
+from extractor.servers.sglang_flags import boundaries_of
+from server_patch.dump_format import READY_NAME, Ready
 
 #: Fields that all servers of a run must share, besides the bound facts of `served`: everything that
 #: decides what is captured, and the versions.
@@ -116,3 +120,120 @@ def require_no_stricter(limits: Limits, target: Target) -> None:
             f"of {target.limits.chunk_tokens}, the run was begun for {limits.max_prompt_tokens} in "
             f"chunks of {limits.chunk_tokens}."
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A server that is fit to run against."""
+
+    url: str
+    facts: ServerFacts
+    ranks: tuple[Rank, ...]
+    limits: Limits
+
+    @classmethod
+    def of(cls, url: str, facts: ServerFacts, ranks: tuple[Rank, ...]) -> Target:
+        """Raises PluginError where the server does not tell its limits."""
+        return cls(url=url, facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
+
+    @property
+    def ready(self) -> Ready:
+        return self.ranks[0].ready
+
+
+async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
+    """Wait for the server and return its description of itself.
+
+    Raises ServerUnreachable and BadAddress, each with the next step for the user.
+    """
+    if not await wait_until_answering([client], timeout_s=wait_s):
+        raise unreachable([client])
+    return await client.facts()
+
+
+def unreachable(clients: Sequence[Client]) -> ServerUnreachable:
+    """The error to raise when none of the servers answers, with the last reason of each."""
+    reasons = " ".join(client.silence for client in clients)
+    return ServerUnreachable(
+        f"{reasons} Start one with `extractor serve --model …`, "
+        "name another with --server, or give --model to let `extractor run` start it. "
+        "(A server that is still loading: --server-wait SECONDS.)"
+    )
+
+
+def require_plugin(
+    root: Path, *, url: str, facts: ServerFacts, others: Sequence[str] = ()
+) -> tuple[Rank, ...]:
+    """The live writers of that server; `others`: addresses of other servers of the run.
+
+    Raises PluginError with what to do.
+    """
+    ranks = ranks_of(scan_writers(root), url=url, model_path=facts.model_path, others=others)
+    ready = ranks[0].ready
+    # A live update may name another path; provenance.py says that the weights are others.
+    if ready.model_path != facts.model_path and not was_updated(ready):
+        raise PluginError(
+            f"{ranks[0].directory / READY_NAME} is of model {ready.model_path}, "
+            f"the server at {url} serves {facts.model_path}: another server's dump directory?"
+        )
+    if not RID_PREFIX.startswith(ready.rid_prefix):
+        raise PluginError(
+            f"the server at {url} dumps requests whose rid begins with {ready.rid_prefix!r} "
+            f"(SGLANG_HS_RID_PREFIX); ours begin with {RID_PREFIX!r}"
+        )
+    for rank in ranks[1:]:
+        for name in (
+            "boundaries", "hidden_size", "dtype", "last_kind", "rid_prefix", "weights",
+        ):  # fmt: skip
+            if getattr(rank.ready, name) != getattr(ready, name):
+                raise PluginError(
+                    f"data-parallel ranks 0 and {rank.ready.rank} differ in {name}: "
+                    f"{getattr(ready, name)!r} and {getattr(rank.ready, name)!r}"
+                )
+    return ranks
+
+
+def require_wanted(options: RunOptions, ready: Ready) -> None:
+    """Raise ConfigMismatch when the server captures something else than the user asked for."""
+    differences = []
+    if options.model is not None and not same_model(options.model, ready.model_path):
+        differences.append(f"--model {options.model}: it serves {ready.model_path}")
+    if options.layers is not None:
+        boundaries = boundaries_of(options.layers, num_layers=ready.num_layers)
+        if boundaries != ready.boundaries:
+            differences.append(
+                f"--layers {options.layers}: it captures boundaries {list(ready.boundaries)}"
+            )
+    if options.last_kind is not None and options.last_kind != ready.last_kind:
+        differences.append(f"--last {options.last_kind}: it keeps {ready.last_kind}")
+    if differences:
+        raise ConfigMismatch(
+            f"the server on port {ready.port} is not what was asked for:\n  "
+            + "\n  ".join(differences)
+            + "\nStart another, name it with --server, or leave the option out."
+        )
+
+
+def same_model(asked: str, served: str) -> bool:
+    """Whether two names are of one model: equal, or of one folder."""
+    return asked == served or (
+        Path(asked).exists() and Path(served).exists() and Path(asked).samefile(served)
+    )
+
+
+def limits_of(facts: ServerFacts, ready: Ready) -> Limits:
+    """What the server takes. SGLang refuses prompts of `max_req_input_len` tokens and more."""
+    bounds = []
+    if facts.max_input_tokens is not None:
+        bounds.append(facts.max_input_tokens - 1)
+    if facts.context_length is not None:
+        bounds.append(facts.context_length - 1)  # one token is generated
+    if not bounds:
+        raise PluginError("the server tells neither max_req_input_len nor context_length")
+    longest = min(bounds)
+    chunk = ready.chunked_prefill_size
+    return Limits(
+        max_prompt_tokens=longest,
+        vocab_size=ready.vocab_size,
+        chunk_tokens=chunk if chunk > 0 else longest,
+    )

@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 
 from extractor import __version__
-from extractor.core.config import DATASET_NAME, Identity
 from extractor.core.humanize import table
+from extractor.core.identity import Identity
+from extractor.core.paths import DATASET_NAME
 from extractor.shards.format import SHARD_FORMAT_VERSION
 from manifest.records import ServerStart
 

@@ -34,8 +34,9 @@ from dataclasses import dataclass
 import orjson
 import xxhash
 
-from extractor.core.config import Identity, Layout
 from extractor.core.errors import CorruptData, UsageError
+from extractor.core.identity import Identity
+from extractor.core.layout import Layout
 from server_patch.dump_format import ITEM_BYTES
 
 SHARD_FORMAT_VERSION = 1

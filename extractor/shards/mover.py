@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from extractor.core.counters import Stage, Stages, new_stages
 from extractor.core.errors import storage_error
-from extractor.dispatch.retry import Failure
+from extractor.core.failure import Failure
+from extractor.dumps.dump_piece import SampleFault
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.shards.format import sample_bytes, samples_expected
 from extractor.shards.recovery import OpenShard
-from extractor.shards.sample_copy import SampleFault
 from extractor.shards.writer import ShardSettings, ShardWriter
 from extractor.system.files import age_s
 from extractor.system.signals import to_its_end

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from extractor.core.events import Say
 from extractor.core.humanize import counted
 from extractor.shards.strays import require_free_numbers
 from extractor.shards.writer import (
@@ -16,7 +17,6 @@ from extractor.shards.writer import (
     reopen_on_disk,
     sealed_on_disk,
 )
-from extractor.status.reporters import Say
 from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store

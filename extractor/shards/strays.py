@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from extractor.core.config import MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.core.errors import UsageError
+from extractor.core.paths import MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.shards.format import shard_name
 from extractor.shards.writer import OPEN_SHARDS, SEALED_SHARDS
 from manifest.records import Shard

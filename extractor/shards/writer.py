@@ -15,8 +15,8 @@ from pathlib import Path
 
 import xxhash
 
-from extractor.core.config import Identity
 from extractor.core.errors import UsageError
+from extractor.core.identity import Identity
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.shards.format import (
     encode_shard_header,

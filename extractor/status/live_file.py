@@ -21,9 +21,9 @@ from typing import Any
 import orjson
 
 from extractor.core.counters import Counters, ServerNow
-from extractor.dumps.discovery import is_same_process, pid_namespace, process_start_ticks
 from extractor.status.report import session_document
 from extractor.system.files import read_regular
+from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
 
 LIVE_NAME = ".live.json"
 INTERVAL_S = 1.0

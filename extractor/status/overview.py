@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from extractor.core.config import MANIFEST_NAME, Identity
+from extractor.core.identity import Identity
+from extractor.core.paths import MANIFEST_NAME
 from extractor.status.live_file import Live, read_live
 from extractor.status.report import totals_document
 from manifest.records import Row, Source, Totals

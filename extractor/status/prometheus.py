@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from extractor.core.config import url_host
+from extractor.core.address import url_host
 from extractor.core.counters import Counters
 from extractor.core.errors import MissingExtra, UsageError
 from manifest.states import Reason

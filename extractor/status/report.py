@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from extractor.core.counters import Counters, Durations
+from extractor.core.counters import Counters
+from extractor.core.histogram import Durations
 from extractor.core.humanize import amount, table
 from manifest.records import Totals
 from manifest.states import State

@@ -6,11 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Never, Protocol, TextIO
+from typing import Never, TextIO
 
 from tqdm import tqdm
 
 from extractor.core.counters import Counters
+from extractor.core.events import Reporter
 from extractor.core.humanize import amount, rate
 from extractor.core.log_line import log_line
 from extractor.status.report import session_document
@@ -19,29 +20,6 @@ LINE_INTERVAL_S = 30.0
 #: Columns of a bar, at least, before figures are left out for it.
 LEAST_BAR = 8
 _BEFORE_BAR, _AFTER_BAR = "{percentage:3.0f}%|", "| {n_fmt}/{total_fmt} [ETA {remaining}{postfix}]"
-
-
-class Say(Protocol):
-    """How the parts of a run tell what happens: `Reporter.note`."""
-
-    def __call__(
-        self, message: str, *, event: str = "note", level: str = "info", **fields: object
-    ) -> None: ...
-
-
-class Reporter(Protocol):
-    """Shows a run's progress. `update` is called often and must be cheap."""
-
-    def update(self, counters: Counters) -> None: ...
-
-    def note(
-        self, message: str, *, event: str = "note", level: str = "info", **fields: object
-    ) -> None:
-        """One line for a person, beside the progress; for a program, what happened and its
-        particulars."""
-
-    def close(self) -> None:
-        """The progress is over; more may come, with an `update`."""
 
 
 class BarReporter:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from extractor.core.config import MANIFEST_NAME, Identity
+from extractor.core.identity import Identity
+from extractor.core.paths import MANIFEST_NAME
 from extractor.status.live_file import Live, read_live
 from extractor.system.lock import writer_of
 from manifest.errors import ManifestError, ManifestMissing

@@ -9,6 +9,9 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from extractor.core.errors import (
+    UsageError,
+)
 from server_patch.dump_format import DumpFormatError, open_dump
 
 
@@ -161,3 +164,20 @@ def file_system_type(path: Path) -> str:
         if before.split()[2] == wanted:
             return behind.split()[0]
     return ""
+
+
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+
+
+def require_directory(path: Path, *, option: str) -> None:
+    """Raise UsageError unless `path` is a directory or can become one.
+
+    Raises OSError if `path` cannot be inspected.
+    """
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a directory with {option}")
+    if (link := dangling_link(path)) is not None:
+        raise UsageError(
+            f"{link} is a link to {link.readlink()}, which does not exist. Make that directory "
+            f"or name another {option}"
+        )

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from extractor.core.errors import ExtractorError, OutputBusy, storage_error
-from extractor.dumps.discovery import is_same_process, pid_namespace, process_start_ticks
 from extractor.system.files import read_regular
+from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
 from manifest.causes import NO_LOCKS_ERRNOS
 
 LOCK_NAME = ".lock"

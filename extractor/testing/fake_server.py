@@ -28,9 +28,10 @@ import numpy.typing as npt
 import orjson
 from aiohttp import web
 
-from extractor.core.config import Layout, url_host
-from extractor.core.plan import PROBE_SESSION, RID_PREFIX
-from extractor.dumps.discovery import process_start_ticks
+from extractor.core.address import url_host
+from extractor.core.layout import Layout
+from extractor.core.rids import PROBE_SESSION, RID_PREFIX
+from extractor.system.process_id import process_start_ticks
 from server_patch.dump_format import (
     FORMAT_VERSION,
     READY_NAME,

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import orjson
 
-from extractor.core.config import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY, Identity
 from extractor.core.errors import CorruptData, UsageError
 from extractor.core.humanize import counted
+from extractor.core.identity import Identity
+from extractor.core.paths import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.servers.canary import ids_of
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import shard_name

@@ -14,15 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from extractor.core.config import (
-    DATASET_NAME,
-    MANIFEST_NAME,
-    SHARDS_DIRECTORY,
-    Identity,
-    RunOptions,
-)
 from extractor.core.errors import CorruptData, UsageError, storage_error
 from extractor.core.humanize import counted
+from extractor.core.identity import Identity
+from extractor.core.paths import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
+from extractor.core.run_options import RunOptions
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import shard_name
 from extractor.shards.strays import ManifestLost

@@ -9,9 +9,9 @@ import numpy as np
 import xxhash
 
 from extractor.core.checks import check_finite
-from extractor.core.config import Identity
 from extractor.core.errors import CorruptData
 from extractor.core.humanize import counted
+from extractor.core.identity import Identity
 from extractor.shards.format import (
     MAX_ROOM_BYTES,
     SampleTensor,

@@ -15,19 +15,16 @@ from helpers import Ids, dumps_under, make_prompts, prompt_of, write_prompts
 
 from acceptance.tool import Server, Tool
 from extractor.core.checks import ReplyFacts, check_header, check_ids
-from extractor.core.config import Layout
-from extractor.core.plan import Limits, Request, dump_bytes, rid_prefix
-from extractor.dispatch.retry import Failure
+from extractor.core.failure import Failure
+from extractor.core.layout import Layout
+from extractor.core.request import Limits, Request, dump_bytes
+from extractor.core.rids import rid_prefix
 from extractor.dumps.collector import Collector
+from extractor.dumps.discovery import require_dump_directory
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.servers.client import Client, ServerFacts
-from extractor.servers.preflight import (
-    Target,
-    limits_of,
-    require_dump_directory,
-    require_plugin,
-    require_probe,
-)
+from extractor.servers.probe import require_probe
+from extractor.servers.target import Target, limits_of, require_plugin
 from manifest.states import Reason
 from server_patch.dump_format import Ready
 

@@ -12,7 +12,7 @@ from faults.cases import Case, must_end, resume
 from faults.steps import WRITING, Fault
 
 #: A disk of a few kilobytes is as good as any here.
-SMALL_IS_ENOUGH = {"extractor.servers.preflight.LEAST_FREE_BYTES": 0}
+SMALL_IS_ENOUGH = {"extractor.shards.output_dir.LEAST_FREE_BYTES": 0}
 AMPLE_BYTES = 256 << 20
 #: What the operating system may say to a write, and what the command must end with then.
 ERRORS = {"ENOSPC": 4, "EDQUOT": 4, "EIO": 4, "ESTALE": 4, "EROFS": 2, "EFBIG": 2, "EPROTO": 2}

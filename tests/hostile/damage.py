@@ -21,10 +21,11 @@ from typing import Any
 import orjson
 from helpers import Notes, make_prompts, options_for
 
-from extractor.core.config import MANIFEST_NAME, RunOptions
 from extractor.core.counters import Counters, ServerNow
 from extractor.core.errors import ExtractorError
+from extractor.core.paths import MANIFEST_NAME
 from extractor.core.row_policy import OnDuplicate, OnTooLong, Policy
+from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import run
 from extractor.status.live_file import LIVE_NAME
 from extractor.status.overview import failed_table, read_status

@@ -14,7 +14,7 @@ from helpers import dumps_under, make_ready
 import extractor.dumps.dump_reader
 import extractor.system.inotify
 from extractor.core.errors import PluginError
-from extractor.dispatch.retry import Failure
+from extractor.core.failure import Failure
 from extractor.dumps.collector import Collector
 from extractor.dumps.dump_reader import Arrival, BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
 from extractor.testing.fake_server import FakeServer, Fault

@@ -8,9 +8,9 @@ from pathlib import Path
 from helpers import LAYOUT, Notes, make_prompts, options_for, prompt_of, write_prompts
 
 from extractor.core.counters import Counters
+from extractor.core.failure import Failure
 from extractor.dispatch.connection import Exchange
 from extractor.dispatch.limiter import Fixed
-from extractor.dispatch.retry import Failure
 from extractor.dispatch.scheduler import Turns
 from extractor.servers.client import Client
 from extractor.servers.target import require_target

@@ -29,7 +29,6 @@ from helpers import (
 import extractor.dispatch.health
 import extractor.dispatch.server_pool
 import extractor.pipeline.session
-from extractor.core.config import RunOptions
 from extractor.core.counters import Counters, ServerNow
 from extractor.core.errors import (
     ConfigMismatch,
@@ -40,6 +39,7 @@ from extractor.core.errors import (
     UsageError,
     first_known,
 )
+from extractor.core.run_options import RunOptions
 from extractor.dispatch.server_pool import connections_each, require_connections
 from extractor.pipeline.run import RunSummary, run
 from extractor.servers.launcher import free_port

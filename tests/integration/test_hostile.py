@@ -11,8 +11,8 @@ from aiohttp import web
 from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
 from hostile.make import HERE, REASONS, files
 
-from extractor.core.config import RunOptions
 from extractor.core.errors import ExtractorError, ServerError, UsageError
+from extractor.core.run_options import RunOptions
 from extractor.dumps.dump_reader import BrokenFile, DumpWatcher, Rank
 from extractor.pipeline.run import run
 from extractor.servers.client import API_KEY_VARIABLE

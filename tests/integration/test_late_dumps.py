@@ -14,10 +14,11 @@ import pytest
 from helpers import Notes, dumps_under, make_prompts, options_for, write_prompts
 
 import extractor.dispatch.health
-from extractor.core.plan import PROBE_SESSION
+from extractor.core.rids import PROBE_SESSION
 from extractor.pipeline.run import run
 from extractor.servers.client import Client
-from extractor.servers.preflight import Target, require_plugin, require_probe
+from extractor.servers.probe import require_probe
+from extractor.servers.target import Target, require_plugin
 from extractor.testing.fake_server import FakeServer, Fault, FaultPlan, no_faults
 from manifest.states import Reason
 

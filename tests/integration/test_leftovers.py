@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from extractor.pipeline.doctor import examine
 from extractor.servers.cleanup import (
     Journal,
     find_leftovers,
@@ -19,7 +20,6 @@ from extractor.servers.cleanup import (
     remove_leftovers,
     remove_useless,
 )
-from extractor.servers.doctor import examine
 from extractor.testing.fake_server import FakeServer
 from server_patch.dump_format import READY_NAME, decode_ready, encode_ready
 

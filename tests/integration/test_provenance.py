@@ -25,8 +25,8 @@ from helpers import (
     write_prompts,
 )
 
-from extractor.core.config import RunOptions
 from extractor.core.errors import ConfigMismatch, Interrupted, PluginError, first_known
+from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeModel, FakeServer, FaultPlan, fake_states
 from extractor.verify.audit import audit

@@ -18,8 +18,8 @@ from helpers import (
     write_prompts,
 )
 
-from extractor.core.config import MANIFEST_NAME
 from extractor.core.errors import OutputBusy, UsageError, exit_code
+from extractor.core.paths import MANIFEST_NAME
 from extractor.pipeline.run import run
 from extractor.system.lock import LOCK_NAME, exclusive
 from extractor.testing.fake_server import FakeServer

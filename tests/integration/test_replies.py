@@ -15,8 +15,8 @@ from helpers import Ids, prompt_of
 
 from extractor.core.checks import ReplyFacts
 from extractor.core.errors import PluginError
-from extractor.core.plan import Request
-from extractor.dispatch.retry import Failure
+from extractor.core.failure import Failure
+from extractor.core.request import Request
 from extractor.servers.client import MAX_INFO_BYTES, Client
 from manifest.states import Reason
 

@@ -14,8 +14,9 @@ import pytest
 from helpers import Notes, options_for, read_samples, rows_of
 from templates import QWEN3, tokenizer_for
 
-from extractor.core.config import MANIFEST_NAME, RunOptions
 from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
+from extractor.core.paths import MANIFEST_NAME
+from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer, Fault
 from extractor.verify.audit import audit

@@ -41,9 +41,8 @@ import extractor.dispatch.health
 import extractor.dispatch.places
 import extractor.dumps.dump_reader
 import extractor.intake.prompt_stream
-import extractor.servers.preflight
+import extractor.servers.probe
 import extractor.shards.mover
-from extractor.core.config import Layout
 from extractor.core.errors import (
     BadDumpDir,
     ConfigMismatch,
@@ -57,11 +56,14 @@ from extractor.core.errors import (
     exit_code,
     first_known,
 )
-from extractor.core.plan import PROBE_SESSION, Limits, dump_bytes
+from extractor.core.events import Reporter
+from extractor.core.layout import Layout
+from extractor.core.request import Limits, dump_bytes
+from extractor.core.rids import PROBE_SESSION
 from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
 from extractor.pipeline.dry_run import dry_run
 from extractor.pipeline.run import RunSummary, run
-from extractor.status.reporters import BarReporter, JsonReporter, LineReporter, Reporter
+from extractor.status.reporters import BarReporter, JsonReporter, LineReporter
 from extractor.system.lock import exclusive
 from extractor.testing.fake_server import LATE_S, FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
@@ -542,7 +544,7 @@ async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_to
 async def test_a_probe_that_is_refused_is_sent_again(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.servers.preflight, "BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(extractor.servers.probe, "BUSY_PAUSE_S", 0.01)
     prompts = make_prompts(3)
     faults = faults_once(dict.fromkeys(range(3), Fault.BUSY))
     async with FakeServer(dump_root, faults=faults).running() as server:
@@ -554,8 +556,8 @@ async def test_a_probe_that_is_refused_is_sent_again(
 async def test_a_probe_that_is_refused_for_ever_ends_the_run(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.servers.preflight, "BUSY_PAUSE_S", 0.01)
-    monkeypatch.setattr(extractor.servers.preflight, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(extractor.servers.probe, "BUSY_PAUSE_S", 0.01)
+    monkeypatch.setattr(extractor.servers.probe, "PROBE_TIMEOUT_S", 0.2)
     async with FakeServer(dump_root, faults=lambda number, rid: Fault.BUSY).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(3))
         with pytest.raises(ServerLost, match=r"refused the probe prompt.*queue is full"):
@@ -1234,7 +1236,7 @@ async def test_a_server_without_the_plugin_is_told_apart(
 async def test_a_probe_without_a_dump_stops_the_run_before_the_first_prompt(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.servers.preflight, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(extractor.servers.probe, "PROBE_TIMEOUT_S", 0.2)
     async with FakeServer(dump_root, faults=faults_once({0: Fault.NO_DUMP})).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         with pytest.raises(PluginError, match="no dump of it arrived"):
@@ -1246,7 +1248,7 @@ async def test_a_server_without_the_plugin_beside_one_with_it_is_found_out(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only live server with that model is taken for it, as behind a port mapping."""
-    monkeypatch.setattr(extractor.servers.preflight, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(extractor.servers.probe, "PROBE_TIMEOUT_S", 0.2)
     elsewhere = FakeServer(tmp_path / "elsewhere")  # as if it had none
     async with FakeServer(dump_root).running() as other, elsewhere.running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
@@ -1348,7 +1350,7 @@ async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out")
-        monkeypatch.setattr(extractor.servers.preflight, "free_bytes", lambda path: 1 << 20)
+        monkeypatch.setattr(extractor.servers.probe, "free_bytes", lambda path: 1 << 20)
         with pytest.raises(
             SpaceError, match=r"only 1\.0 MiB free, a run begins with 64\.0 MiB at least"
         ):

@@ -21,11 +21,12 @@ from helpers import (
     prompt_of,
 )
 
-from extractor.core.config import Layout
 from extractor.core.errors import UsageError
+from extractor.core.layout import Layout
 from extractor.dumps.correlator import Piece
+from extractor.dumps.dump_piece import SampleFault
 from extractor.dumps.dump_reader import DumpFile, DumpPiece
-from extractor.shards.sample_copy import BLOCK_BYTES, SampleFault
+from extractor.shards.sample_copy import BLOCK_BYTES
 from extractor.shards.writer import ShardSettings, ShardWriter, lost_rows, sealed_on_disk
 from extractor.system.direct_io import ALIGNMENT
 from extractor.testing.fake_server import fake_states

@@ -12,8 +12,8 @@ from helpers import make_prompts, write_prompts
 from templates import QWEN3, tokenizer_for
 
 from extractor.cli.main import cli
-from extractor.core.config import Layout
 from extractor.core.errors import UsageError
+from extractor.core.layout import Layout
 from extractor.shards.format import header_room, sample_bytes
 from prompts.types import InputError
 

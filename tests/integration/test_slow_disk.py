@@ -24,7 +24,7 @@ from helpers import (
 )
 
 from extractor.core.counters import Stage
-from extractor.core.plan import Limits, dump_bytes
+from extractor.core.request import Limits, dump_bytes
 from extractor.pipeline.run import run
 from extractor.shards.writer import ShardWriter
 from extractor.testing.fake_server import FakeServer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from helpers import Ids, Notes, read_samples
 
-from extractor.core.config import RunOptions
+from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import RunSummary, run
 from plugin.reference import Reference
 from plugin.serving import Serving

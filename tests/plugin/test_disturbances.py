@@ -28,9 +28,9 @@ from helpers import make_prompts, read_samples, rows_of, write_prompts
 
 import extractor.dispatch.connection
 from extractor.core.checks import ReplyFacts
-from extractor.core.plan import Request
+from extractor.core.failure import Failure
+from extractor.core.request import Request
 from extractor.dispatch.connection import Exchange
-from extractor.dispatch.retry import Failure
 from extractor.dispatch.scheduler import Turn
 from extractor.dumps.collector import Collected
 from extractor.servers.client import Client

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from helpers import LAYOUT, Ids, prompt_of
 
-from extractor.core.admission import Admission, Room, token_bound
+from extractor.core.admission import Admission, Refusal, Room, token_bound
 from extractor.core.errors import RowRefused, UsageError
-from extractor.core.plan import Limits, Refusal
+from extractor.core.request import Limits
 from extractor.core.row_policy import DEFAULT_POLICY, OnBadRow, OnDuplicate, OnTooLong, Policy
 from manifest.states import Reason
 from prompts.token_bound import TokenBound

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from extractor.core.errors import OutputBusy, SpaceError, UsageError, exit_code, storage_error
-from extractor.dumps import discovery
-from extractor.servers.preflight import prepare_out
-from extractor.system import lock
+from extractor.shards.output_dir import prepare_out
+from extractor.system import lock, process_id
 from extractor.system.lock import exclusive
 from manifest.causes import CAUSES
 from manifest.database import explained
@@ -227,4 +226,4 @@ def test_a_server_is_not_dead_because_we_have_too_many_open_files(
 
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(OSError, match="Too many open files"):
-        discovery.is_same_process(os.getpid(), 1, None)
+        process_id.is_same_process(os.getpid(), 1, None)

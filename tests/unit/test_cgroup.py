@@ -10,12 +10,11 @@ from helpers import make_ready
 
 import extractor.servers.shm_budget
 from extractor.core.errors import UsageError
-from extractor.core.plan import Limits
-from extractor.dumps.discovery import pid_namespace
+from extractor.core.request import Limits
 from extractor.dumps.dump_reader import Rank
-from extractor.servers.preflight import shm_budget
-from extractor.servers.shm_budget import headroom
+from extractor.servers.shm_budget import headroom, shm_budget
 from extractor.system.memory_limits import Bound, memory_bounds, tightest
+from extractor.system.process_id import pid_namespace
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712

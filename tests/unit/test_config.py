@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from helpers import make_identity, make_ready
 
-from extractor.core.config import Identity, RunOptions
 from extractor.core.errors import ConfigMismatch, UsageError
+from extractor.core.identity import Identity
 from extractor.core.row_policy import Policy
+from extractor.core.run_options import RunOptions
 from extractor.pipeline.resume import difference_of
 from manifest.records import Source
 from prompts.inputs import InputFile

@@ -7,7 +7,7 @@ from typing import Any
 from helpers import LAYOUT, Ids, prompt_of
 
 from extractor.core.admission import Admission, Room
-from extractor.core.plan import Limits, dump_bytes
+from extractor.core.request import Limits, dump_bytes
 from extractor.core.row_policy import Policy
 from extractor.pipeline.forecast import SAMPLED, Forecast, Speed, forecast_document, forecast_text
 from extractor.shards.format import MAX_ROOM_BYTES, header_room, sample_bytes, samples_that_fit

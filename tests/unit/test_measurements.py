@@ -10,15 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.core.counters import (
-    BOUNDS_S,
-    SHOWN_BOUNDS_S,
-    Counters,
-    Durations,
-    Pace,
-    ServerNow,
-    Stage,
-)
+from extractor.core.counters import Counters, Pace, ServerNow, Stage
+from extractor.core.histogram import BOUNDS_S, SHOWN_BOUNDS_S, Durations
 from extractor.status.report import session_document
 from manifest.states import Reason
 

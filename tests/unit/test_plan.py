@@ -9,8 +9,10 @@ from helpers import LAYOUT, Ids, make_header, prompt_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.core.config import Layout
-from extractor.core.plan import Limits, Request, dump_bytes, make_rid, refusal, rid_prefix
+from extractor.core.admission import refusal
+from extractor.core.layout import Layout
+from extractor.core.request import Limits, Request, dump_bytes
+from extractor.core.rids import make_rid, rid_prefix
 from manifest.states import Reason
 from server_patch.dump_format import encode_header
 

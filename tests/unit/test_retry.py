@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.dispatch.retry import Failure, Remedy, RetryPolicy
+from extractor.core.failure import Failure
+from extractor.dispatch.retry import Remedy, RetryPolicy
 from manifest.states import Reason
 
 POLICY = RetryPolicy(max_attempts=3)

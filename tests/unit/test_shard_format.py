@@ -7,8 +7,8 @@ from helpers import LAYOUT, deserialize, make_identity
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.core.config import Layout
 from extractor.core.errors import CorruptData, UsageError
+from extractor.core.layout import Layout
 from extractor.shards.format import (
     MAX_ROOM_BYTES,
     decode_shard_header,

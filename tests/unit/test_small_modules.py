@@ -13,7 +13,7 @@ from helpers import make_identity, make_start
 from hypothesis import given
 from hypothesis import strategies as st
 
-import extractor.servers.preflight
+import extractor.shards.output_dir
 from extractor.core.humanize import amount, parse_bytes, table
 from extractor.shards.dataset import dataset_document
 from extractor.system.files import file_system_type
@@ -92,8 +92,8 @@ def test_provenance_names_layers_in_both_conventions() -> None:
 def test_a_manifest_where_it_may_be_lost_is_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, told: str | None
 ) -> None:
-    monkeypatch.setattr(extractor.servers.preflight, "file_system_type", lambda path: kind)
-    warning = extractor.servers.preflight.manifest_warning(tmp_path)
+    monkeypatch.setattr(extractor.shards.output_dir, "file_system_type", lambda path: kind)
+    warning = extractor.shards.output_dir.manifest_warning(tmp_path)
     assert warning is None if told is None else told in str(warning)
 
 

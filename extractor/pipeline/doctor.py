@@ -15,23 +15,15 @@ from typing import Any, TypeVar
 from extractor import __version__
 from extractor.core.errors import UsageError, exit_code, message_of
 from extractor.core.humanize import amount, counted
+from extractor.dumps.discovery import require_dump_directory
 from extractor.dumps.dump_reader import Rank
 from extractor.servers.cleanup import find_leftovers, find_waiting, remove_leftovers
 from extractor.servers.client import Client
-from extractor.servers.preflight import (
-    Target,
-    limits_of,
-    manifest_warning,
-    prepare_out,
-    require_directory,
-    require_dump_directory,
-    require_plugin,
-    require_probe,
-    require_server,
-    shm_budget,
-)
-from extractor.servers.shm_budget import headroom
-from extractor.system.files import free_bytes
+from extractor.servers.probe import require_probe
+from extractor.servers.shm_budget import headroom, shm_budget
+from extractor.servers.target import Target, limits_of, require_plugin, require_server
+from extractor.shards.output_dir import manifest_warning, prepare_out
+from extractor.system.files import free_bytes, require_directory
 
 LEAST_FILES = 1024
 
