@@ -18,7 +18,7 @@ import xxhash
 from extractor.core.counters import Counters
 from extractor.core.identity import Identity
 from extractor.core.layout import Layout
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
 from extractor.servers.server_facts import facts_of
 from extractor.testing.fake_server import FakeServer, fake_states

@@ -10,7 +10,7 @@ from extractor.cli.console import run_async
 from extractor.cli.options import ADDRESS, DUMP_DIR_OPTION, PATH, SERVER_HELP, seconds_option
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.errors import UsageError
-from extractor.core.paths import DEFAULT_OUT
+from extractor.core.locations import DEFAULT_OUT
 from extractor.pipeline.doctor import examine
 
 

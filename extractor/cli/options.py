@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from extractor.cli.option_types import Address, ByteSize, Concurrency, GivenPath, Seconds, Text
-from extractor.core.paths import DEFAULT_DUMP_ROOT, DEFAULT_OUT
+from extractor.core.locations import DEFAULT_DUMP_ROOT, DEFAULT_OUT
 from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -31,7 +31,7 @@ from extractor.core.address import DEFAULT_SERVER_URL
 from extractor.core.bounds import MAX_COUNT, MAX_MOVERS, MAX_TOKENIZER_WORKERS
 from extractor.core.errors import UsageError
 from extractor.core.events import Reporter
-from extractor.core.paths import DEFAULT_OUT
+from extractor.core.locations import DEFAULT_OUT
 from extractor.core.run_options import DEFAULT_SHARD_BYTES, RunOptions
 from extractor.pipeline.dry_run import dry_run as dry_run_of
 from extractor.pipeline.run import RunSummary, run

@@ -19,7 +19,7 @@ from extractor.core.bounds import (
 )
 from extractor.core.errors import UsageError
 from extractor.core.identity import reading_document
-from extractor.core.paths import DEFAULT_DUMP_ROOT, DEFAULT_OUT, MANIFEST_NAME, SHARDS_DIRECTORY
+from extractor.core.locations import DEFAULT_DUMP_ROOT, DEFAULT_OUT, MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.core.row_policy import DEFAULT_POLICY, Policy
 from prompts.reading_options import DEFAULTS, ReadingOptions
 

@@ -14,7 +14,7 @@ from typing import cast
 
 from extractor.core.errors import ConfigMismatch, storage_error
 from extractor.core.identity import Identity
-from extractor.core.paths import DATASET_NAME, SHARDS_DIRECTORY
+from extractor.core.locations import DATASET_NAME, SHARDS_DIRECTORY
 from extractor.servers.canary import NUM_TOKENS, RID, Comparison, compare, encode_canary, ids_of
 from extractor.servers.server_facts import (
     Difference,

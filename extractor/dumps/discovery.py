@@ -22,7 +22,7 @@ from extractor.core.errors import (
     UsageError,
     storage_error,
 )
-from extractor.core.paths import DEFAULT_DUMP_ROOT
+from extractor.core.locations import DEFAULT_DUMP_ROOT
 from extractor.dumps.dump_reader import Rank
 from extractor.system.process_id import is_same_process
 from manifest.causes import LIMIT_ERRNOS

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from extractor.core.humanize import counted
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.core.rids import run_of
 from extractor.dumps.discovery import scan_writers
 from extractor.system.files import write_whole

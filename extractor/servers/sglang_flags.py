@@ -11,7 +11,7 @@ from typing import Final
 from extractor.core.address import is_host, url_host
 from extractor.core.bounds import MAX_SECONDS, require_within
 from extractor.core.errors import UsageError
-from extractor.core.paths import DEFAULT_DUMP_ROOT
+from extractor.core.locations import DEFAULT_DUMP_ROOT
 from server_patch import settings as plugin
 
 DEFAULT_LAYERS: Final = "eagle3"

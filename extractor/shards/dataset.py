@@ -10,7 +10,7 @@ import orjson
 from extractor import __version__
 from extractor.core.humanize import table
 from extractor.core.identity import Identity
-from extractor.core.paths import DATASET_NAME
+from extractor.core.locations import DATASET_NAME
 from extractor.shards.format import SHARD_FORMAT_VERSION
 from manifest.records import ServerStart
 

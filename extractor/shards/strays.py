@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from extractor.core.errors import UsageError
-from extractor.core.paths import MANIFEST_NAME, SHARDS_DIRECTORY
+from extractor.core.locations import MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.shards.format import shard_name
 from extractor.shards.writer import OPEN_SHARDS, SEALED_SHARDS
 from manifest.records import Shard

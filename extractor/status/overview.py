@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from extractor.core.identity import Identity
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.status.live_file import Live, read_live
 from extractor.status.report import totals_document
 from manifest.records import Row, Source, Totals

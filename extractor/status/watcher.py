@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from extractor.core.identity import Identity
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.status.live_file import Live, read_live
 from extractor.system.lock import writer_of
 from manifest.errors import ManifestError, ManifestMissing

@@ -18,7 +18,7 @@ import orjson
 from extractor.core.errors import CorruptData, UsageError
 from extractor.core.humanize import counted
 from extractor.core.identity import Identity
-from extractor.core.paths import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
+from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.servers.canary import ids_of
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import shard_name

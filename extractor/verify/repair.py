@@ -17,7 +17,7 @@ from typing import Any
 from extractor.core.errors import CorruptData, UsageError, storage_error
 from extractor.core.humanize import counted
 from extractor.core.identity import Identity
-from extractor.core.paths import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
+from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.core.run_options import RunOptions
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import shard_name

@@ -15,7 +15,7 @@ import numpy as np
 from helpers import Ids, read_samples, stored_ordinals
 
 from acceptance.tool import Server
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.system.process_tree import descendants
 from manifest.errors import ManifestError
 

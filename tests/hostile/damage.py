@@ -23,7 +23,7 @@ from helpers import Notes, make_prompts, options_for
 
 from extractor.core.counters import Counters, ServerNow
 from extractor.core.errors import ExtractorError
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.core.row_policy import OnDuplicate, OnTooLong, Policy
 from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import run

@@ -24,7 +24,7 @@ from hostile.damage import (
 )
 
 from extractor.cli.main import cli
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.status.live_file import LIVE_NAME
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit

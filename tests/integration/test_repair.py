@@ -19,7 +19,7 @@ from helpers import (
 )
 
 from extractor.core.errors import OutputBusy, UsageError, exit_code
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.pipeline.run import run
 from extractor.system.lock import LOCK_NAME, exclusive
 from extractor.testing.fake_server import FakeServer

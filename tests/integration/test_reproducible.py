@@ -15,7 +15,7 @@ from helpers import Notes, options_for, read_samples, rows_of
 from templates import QWEN3, tokenizer_for
 
 from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer, Fault

@@ -10,7 +10,7 @@ import pytest
 from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
 
 from extractor.core.errors import UsageError
-from extractor.core.paths import MANIFEST_NAME
+from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer
