@@ -24,8 +24,8 @@ from extractor.ledger import planned_row
 from extractor.plan import Limits, Refusal
 from extractor.policy import DEFAULT_POLICY
 from extractor.reading import in_thread, prompts_of
-from manifest.owner import StoreOwner
 from manifest.records import Source
+from manifest.writer_thread import StoreOwner
 from prompts.inputs import scan_inputs
 from prompts.render import Renderer
 

@@ -31,7 +31,7 @@ from extractor.strays import ManifestLost, require_begun, require_manifest
 from extractor.tables import counted
 from manifest.causes import LIMIT_ERRNOS
 from manifest.decoding import Damage, as_json, shown
-from manifest.errors import ManifestDamaged
+from manifest.exceptions import ManifestDamaged
 from manifest.records import Row, ServerStart, Shard
 from manifest.states import State
 from manifest.store import Store

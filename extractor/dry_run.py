@@ -37,7 +37,7 @@ from extractor.retry import Failure
 from extractor.tables import counted
 from extractor.targets import require_targets
 from extractor.watch import Watcher
-from manifest.errors import ManifestMissing
+from manifest.exceptions import ManifestMissing
 from prompts.types import Prompt
 
 #: How long the probe of the server's speed sends prompts.

@@ -24,9 +24,9 @@ from extractor.tables import amount
 from extractor.turns import Turn, Turns
 from extractor.verify import ReplyFacts, check_reply
 from extractor.writers import is_alive
-from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 #: So long after a broken connection it is known whether the server died.

@@ -41,9 +41,9 @@ from extractor.retry import Failure, is_convicted
 from extractor.tables import counted
 from extractor.targets import require_alike, require_no_stricter, require_target
 from extractor.turns import Turns
-from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 #: Open files of a run besides the connections for prompts: about 20, two for each mover, four for

@@ -25,9 +25,9 @@ from extractor.retry import Failure
 from extractor.shard_format import sample_bytes, samples_expected
 from extractor.shards import ShardSettings, ShardWriter
 from extractor.signals import to_its_end
-from manifest.owner import StoreOwner
 from manifest.records import Moved, Row, Shard, Stored
 from manifest.states import Event
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 Result = TypeVar("Result")

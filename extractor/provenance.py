@@ -21,9 +21,9 @@ from extractor.preflight import Target
 from extractor.served import Difference, Facts, differences, facts_of, facts_of_identity
 from extractor.shard_format import sample_tensors
 from extractor.shards import open_shard_path, sealed_shard_path
-from manifest.owner import StoreOwner
 from manifest.records import ServerStart
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 from server_patch.dump_format import DumpHeader, LastKind, Ready
 
 _CANARY = "canary"

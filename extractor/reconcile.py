@@ -17,9 +17,9 @@ from extractor.shards import (
 )
 from extractor.strays import require_free_numbers
 from extractor.tables import counted
-from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 
 
 @dataclass(frozen=True, kw_only=True)

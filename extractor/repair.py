@@ -32,7 +32,7 @@ from extractor.shard_format import shard_name
 from extractor.shards import ShardSettings, ShardWriter, sealed_shard_path
 from extractor.strays import ManifestLost
 from extractor.tables import counted
-from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
+from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceError
 from manifest.records import Forgotten, Relocated, Row, Shard
 from manifest.store import Store
 

@@ -54,10 +54,10 @@ from extractor.session import Session, shard_settings
 from extractor.strays import require_begun, require_manifest
 from extractor.tables import amount, counted, milliseconds, table
 from extractor.targets import require_targets
-from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State
 from manifest.store import Store
+from manifest.writer_thread import Commits, StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
 

@@ -13,10 +13,10 @@ from extractor import __version__
 from extractor.config import Identity, RunOptions
 from extractor.errors import ConfigMismatch
 from extractor.measurements import Counters
-from manifest.folding import PROMPT_CHANGED
-from manifest.owner import StoreOwner
 from manifest.records import Source
+from manifest.row_changes import PROMPT_CHANGED
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 from prompts.ambient import parse_moment
 from prompts.inputs import InputFile
 from prompts.render import Renderer

@@ -35,8 +35,8 @@ from extractor.runstate import RunState
 from extractor.shards import ShardSettings
 from extractor.signals import stop_on_signals
 from extractor.writers import scan_writers
-from manifest.owner import StoreOwner
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
 from prompts.stream import read_prompts

@@ -15,7 +15,7 @@ from pathlib import Path
 from extractor.config import MANIFEST_NAME, Identity
 from extractor.live import Live, read_live
 from extractor.lock import writer_of
-from manifest.errors import ManifestError, ManifestMissing
+from manifest.exceptions import ManifestError, ManifestMissing
 from manifest.records import Totals
 from manifest.states import State
 from manifest.store import Store

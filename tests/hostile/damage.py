@@ -36,7 +36,7 @@ from extractor.status import failed_table, read_status
 from extractor.testing import FakeServer
 from extractor.watch import Watcher
 from manifest.decoding import IDENTITY_COLUMNS, PROMPT_COLUMNS, SOURCE_COLUMNS, row_checksum
-from manifest.errors import ManifestError
+from manifest.exceptions import ManifestError
 
 PROMPTS = make_prompts(25, shortest=10)
 POLICY = Policy(on_too_long=OnTooLong.TRUNCATE, on_duplicate=OnDuplicate.SKIP, max_tokens=50)

@@ -22,8 +22,8 @@ from extractor.findings import FindingKind
 from extractor.lock import LOCK_NAME, writer_of
 from extractor.run import run
 from extractor.testing import FakeServer
-from manifest.batches import count_again
-from manifest.errors import ManifestMissing
+from manifest.bulk_write import count_again
+from manifest.exceptions import ManifestMissing
 from manifest.records import Row
 from manifest.store import Store
 

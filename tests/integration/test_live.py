@@ -30,7 +30,7 @@ from extractor.run import run
 from extractor.status import read_status
 from extractor.testing import FakeServer
 from extractor.watch import Begun, Look, Watcher, watch
-from manifest.errors import ManifestMissing
+from manifest.exceptions import ManifestMissing
 from manifest.states import Reason, State
 
 REPOSITORY = Path(__file__).parents[2]

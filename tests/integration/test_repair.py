@@ -26,7 +26,7 @@ from extractor.lock import LOCK_NAME, exclusive
 from extractor.repair import Repair, audit_and_repair
 from extractor.run import run
 from extractor.testing import FakeServer
-from manifest.errors import ManifestMissing
+from manifest.exceptions import ManifestMissing
 from manifest.states import State
 
 pytestmark = pytest.mark.usefixtures("quick_retries")

@@ -19,7 +19,7 @@ from extractor.config import MANIFEST_NAME, RunOptions
 from extractor.errors import ConfigMismatch, Interrupted, exit_code, first_known
 from extractor.run import run
 from extractor.testing import FakeServer, Fault
-from manifest.errors import PromptChanged
+from manifest.exceptions import PromptChanged
 from manifest.store import Store
 from prompts import render
 from prompts.ambient import parse_moment
