@@ -83,7 +83,7 @@ class Ledger:
         if reason in ASKED_FOR:
             return
         if self._counters.failed <= SHOWN_FAILURES:
-            self._reporter.note(
+            self._reporter.report(
                 f"{row.source}:{row.line}: {reason}: {detail}",
                 event="row_failed",
                 level="warning",
@@ -94,7 +94,7 @@ class Ledger:
                 detail=detail,
             )
         elif self._counters.failed == SHOWN_FAILURES + 1:
-            self._reporter.note("… further failed rows: see `extractor status`")
+            self._reporter.report("… further failed rows: see `extractor status`")
 
 
 def planned_row(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
