@@ -17,7 +17,7 @@ from extractor.core.errors import (
     PluginError,
     ServerLost,
 )
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.request import Request
 from extractor.core.rids import PROBE_SESSION, make_rid
 from extractor.dumps.collector import Collector
@@ -91,17 +91,17 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             collector.abandoned.add(request.rid)  # unless it comes to its end here
             reply = await client.generate(request)
-            while isinstance(reply, Failure) and reply.is_busy:
+            while isinstance(reply, Failure) and reply.kind.is_refusal:
                 refused = reply.detail
                 await asyncio.sleep(BUSY_PAUSE_S)
                 reply = await client.generate(request)
             refused = ""
             said = "answered the probe prompt"
-            if isinstance(reply, Failure) and reply.is_copy:
+            if isinstance(reply, Failure) and reply.kind is FailureKind.COPY:
                 # The reply goes to the sender of the first copy; its dump is proof enough.
                 said = f"has a copy of the probe prompt at work ({reply.detail})"
             elif isinstance(reply, Failure):
-                if not reply.is_unanswered:
+                if not reply.kind.may_be_processed:
                     collector.abandoned.discard(request.rid)
                 raise PluginError(f"the probe prompt failed: {reply.detail}")
             elif (failure := check_reply(reply, num_tokens=num_tokens)) is not None:

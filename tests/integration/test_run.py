@@ -41,7 +41,7 @@ import extractor.dispatch.health
 import extractor.dispatch.places
 import extractor.dumps.dump_reader
 import extractor.intake.prompt_stream
-import extractor.servers.probe
+import extractor.shards.output_dir
 import extractor.shards.mover
 from extractor.core.errors import (
     BadDumpDir,
@@ -1350,7 +1350,7 @@ async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out")
-        monkeypatch.setattr(extractor.servers.probe, "free_bytes", lambda path: 1 << 20)
+        monkeypatch.setattr(extractor.shards.output_dir, "free_bytes", lambda path: 1 << 20)
         with pytest.raises(
             SpaceError, match=r"only 1\.0 MiB free, a run begins with 64\.0 MiB at least"
         ):
