@@ -102,12 +102,13 @@ async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunSt
 
     Unchanged if the user set another time, or the data set has none.
     """
-    if state.is_new or options.reading.now is not None:
+    if state.is_new or options.input.reading.now is not None:
         return options
     moment = (await begun_with_identity(owner)).reading.get(NOW)
     if moment is None:
         return options
-    return replace(options, reading=replace(options.reading, now=parse_moment(str(moment))))
+    reading = replace(options.input.reading, now=parse_moment(str(moment)))
+    return replace(options, input=replace(options.input, reading=reading))
 
 
 async def begin_or_continue(
@@ -215,12 +216,12 @@ async def require_same_inputs(
     now = replace(
         begun_with,
         inputs=tuple(file.digest for file in files),
-        reading={**options.reading_document, **clock},
+        reading={**options.input.document, **clock},
     )
     other_inputs = None
     if now.inputs != begun_with.inputs:
         other_inputs = difference_of(await owner.call(Store.sources), files)
-    now.require_same(begun_with, out=options.out, other_inputs=other_inputs)
+    now.require_same(begun_with, out=options.output.directory, other_inputs=other_inputs)
 
 
 def difference_of(before: Sequence[Source], now: Sequence[InputFile]) -> str:

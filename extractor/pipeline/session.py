@@ -91,13 +91,13 @@ class Session:
         )
         self._limits = self._fleet.limits
         self.budget = Budget(
-            shm_budget(self._fleet.ranks, options.shm_budget_bytes, limits=self._limits)
+            shm_budget(self._fleet.ranks, options.load.shm_budget_bytes, limits=self._limits)
         )
         self._ledger = Ledger(owner, state.counters, reporter, self._layout)
         self._movers = Movers(
             shard_settings(options, identity),
             owner,
-            count=options.num_movers,
+            count=options.load.num_movers,
             next_number=left.next_number,
             rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
             count_stored=self._ledger.count_stored,
@@ -110,7 +110,7 @@ class Session:
             movers=self._movers,
             ledger=self._ledger,
             budget=self.budget,
-            policy=RetryPolicy(max_attempts=options.max_attempts),
+            policy=RetryPolicy(max_attempts=options.patience.max_attempts),
             stop=self._stop,
         )
 
@@ -169,7 +169,7 @@ class Session:
 
     async def _adopt(self, files: Sequence[InputFile], admission: Admission) -> None:
         """Store what an earlier session asked for and did not live to store; remove the rest."""
-        root, run_id = self._options.dump_root, self._state.run_id
+        root, run_id = self._options.servers.dump_root, self._state.run_id
         ranks = [*self._fleet.ranks, *scan_writers(root).dead]
         if self._state.is_new:
             await asyncio.to_thread(disown, ranks)
@@ -221,7 +221,7 @@ class Session:
 
     async def _admission(self) -> Admission:
         return Admission(
-            self._options.policy,
+            self._options.input.policy,
             self._limits,
             Room(layout=self._layout, budget_bytes=self.budget.total),
             seen=await self._seen_keys(),
@@ -235,7 +235,7 @@ class Session:
         with prompts_of(
             files,
             self._renderer,
-            num_workers=num_workers_for(rows_left, self._options.tokenizer_workers),
+            num_workers=num_workers_for(rows_left, self._options.input.tokenizer_workers),
             skip=self._state.is_settled,
         ) as rows:
             async for row in in_thread(rows):
@@ -266,7 +266,7 @@ class Session:
 
     async def _seen_keys(self) -> dict[bytes, int]:
         """The first row that gave each prompt so far; only where duplicates are left out."""
-        if self._options.policy.on_duplicate is not OnDuplicate.SKIP:
+        if self._options.input.policy.on_duplicate is not OnDuplicate.SKIP:
             return {}
 
         def read(store: Store) -> dict[bytes, int]:
@@ -312,8 +312,8 @@ class Session:
 def shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:
     """What every shard of the run has in common."""
     return ShardSettings(
-        directory=options.shards_path,
+        directory=options.output.shards_path,
         identity=identity,
-        shard_bytes=options.shard_bytes,
-        file_mode=options.file_mode,
+        shard_bytes=options.output.shard_bytes,
+        file_mode=options.output.file_mode,
     )
