@@ -74,15 +74,17 @@ class RunState:
             )
 
         state = await owner.call(read)
-        counters.num_rows = num_rows
-        counters.settled_before = state.settled.count(1) - counters.stored - counters.failed
+        counters.rows.total = num_rows
+        counters.rows.settled_before = (
+            state.settled.count(1) - counters.rows.stored - counters.rows.failed
+        )
         return state
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """These rows need work again."""
         for ordinal in ordinals:
             self.settled[ordinal] = 0
-        self.counters.settled_before -= len(ordinals)
+        self.counters.rows.settled_before -= len(ordinals)
 
     def settle(self, ordinal: int) -> None:
         """This row needs no more work."""
@@ -94,7 +96,7 @@ class RunState:
 
     @property
     def is_finished(self) -> bool:
-        return not self.is_new and self.counters.settled == self.counters.num_rows
+        return not self.is_new and self.counters.rows.settled == self.counters.rows.total
 
 
 async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunState) -> RunOptions:

@@ -88,7 +88,7 @@ class RunSummary:
             "duplicates": self.duplicates,
             "session": {
                 **session_document(counters),
-                "peak_shm_bytes": counters.peak_shm_bytes,
+                "peak_shm_bytes": counters.now.peak_shm_bytes,
                 "servers": [member.to_document() for member in self.members],
                 "commits": self.commits.to_document(),
             },
@@ -98,12 +98,15 @@ class RunSummary:
         """What `extractor run` prints at its end."""
         counters = self.counters
         lines = [totals_table(self.totals)]
-        if counters.stored:
+        if counters.rows.stored:
             residency = counters.stages[Stage.RESIDENCY]
             session = [
-                ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
+                (
+                    "this session",
+                    f"{counters.rows.stored:,} samples in {counters.pace.seconds:.1f} s",
+                ),
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
-                ("room held for dumps", f"{amount(counters.peak_shm_bytes)} at most"),
+                ("room held for dumps", f"{amount(counters.now.peak_shm_bytes)} at most"),
                 (
                     "a dump lay there",
                     f"{milliseconds(residency.quantile(0.5))} at the median, "
@@ -252,7 +255,7 @@ async def _run(
             # Only now: a command that is refused must leave the data set as it was.
             reopened = await owner.call(Store.reopen_failed)
             reporter.report(f"tried again: {counted(reopened, 'failed row')}")
-            counters.failed_by_reason.clear()
+            counters.rows.failed_by_reason.clear()
             state = await RunState.load(owner, files, counters)
         if state.is_finished:
             remove_dumps_of_the_dead(options.servers.dump_root, rid_prefix=rid_prefix(state.run_id))
@@ -263,7 +266,7 @@ async def _run(
         reporter.report(
             f"{ready.model_path} at {', '.join(target.url for target in targets)}: "
             f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
-            f"{state.counters.num_rows:,} rows, {state.counters.settled:,} settled before"
+            f"{state.counters.rows.total:,} rows, {state.counters.rows.settled:,} settled before"
         )
         if options.load.shm_budget_bytes is None:
             ranks = [rank for target in targets for rank in target.ranks]
@@ -307,7 +310,7 @@ async def _preflight(
     options: RunOptions, clients: Sequence[Client], reporter: Reporter, counters: Counters
 ) -> tuple[list[Member], Renderer]:
     """The servers, of which one at least is fit to run against."""
-    before = {server.url: server.num_prompts for server in counters.servers}
+    before = {server.url: server.num_prompts for server in counters.now.servers}
     targets = await require_targets(clients, options, report=reporter.report)
     for target in targets:
         if target is not None:
@@ -358,7 +361,7 @@ async def _summary(
     members: tuple[Member, ...] = (),
 ) -> RunSummary:
     duplicates = None
-    if state.counters.stored:
+    if state.counters.rows.stored:
         duplicates = await owner.call(Store.count_duplicates)
     return RunSummary(
         totals=await owner.call(Store.totals),

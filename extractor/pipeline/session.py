@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from extractor.core.admission import Admission, Refusal, Room
+from extractor.core.counters import Moment
 from extractor.core.errors import Interrupted
 from extractor.core.events import Reporter
 from extractor.core.identity import Identity
@@ -99,7 +100,7 @@ class Session:
             owner,
             count=options.load.num_movers,
             next_number=left.next_number,
-            rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
+            rows_left=lambda: max(1, self._counters.rows.left),
             count_stored=self._ledger.count_stored,
             server_of=provenance.number_of,
             stages=self._counters.stages,
@@ -118,12 +119,12 @@ class Session:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""
         await self._movers.open(self._left.open_shards)
         if not self._counters.sent:  # the speed is that of the work, not of its start
-            self._counters.started = time.monotonic()
+            self._counters.pace.started = time.monotonic()
         with stop_on_signals(self._stop):
             await self._run_until_settled(files)
         if self._stop.is_set():
             raise Interrupted(
-                f"stopped with {self._counters.settled:,} of {self._counters.num_rows:,} "
+                f"stopped with {self._counters.rows.settled:,} of {self._counters.rows.total:,} "
                 "rows settled; the same command goes on"
             )
 
@@ -182,9 +183,9 @@ class Session:
             is_wanted=lambda ordinal: not self._state.is_settled(ordinal),
         )
         if adoptable:
-            num_before = self._counters.stored
+            num_before = self._counters.rows.stored
             await self._adopt_all(files, admission, adoptable)
-            num_adopted = self._counters.stored - num_before
+            num_adopted = self._counters.rows.stored - num_before
             self._reporter.report(f"{num_adopted} prompts had their dumps from an earlier session")
         remove_dumps_of_the_dead(root, rid_prefix=rid_prefix(run_id), known=ranks)
 
@@ -231,7 +232,7 @@ class Session:
         self, files: Sequence[InputFile], admission: Admission, work: asyncio.TaskGroup
     ) -> None:
         sources = {file.path: number for number, file in enumerate(files)}
-        rows_left = self._counters.num_rows - self._counters.settled
+        rows_left = self._counters.rows.left
         with prompts_of(
             files,
             self._renderer,
@@ -287,12 +288,14 @@ class Session:
 
     def _observe(self) -> None:
         self._counters.observe(
-            servers=tuple(member.now for member in self._fleet.members),
-            shm_bytes=self.budget.used,
-            peak_shm_bytes=self.budget.peak,
-            budget_bytes=self.budget.total,
-            budget_queue=self.budget.num_waiting,
-            mover_queue=self._movers.backlog,
+            Moment(
+                servers=tuple(member.now for member in self._fleet.members),
+                budget_bytes=self.budget.total,
+                shm_bytes=self.budget.used,
+                peak_shm_bytes=self.budget.peak,
+                budget_queue=self.budget.num_waiting,
+                mover_queue=self._movers.backlog,
+            )
         )
 
     async def _enforce_drain(self) -> None:

@@ -283,7 +283,7 @@ async def test_dumps_never_exceed_the_byte_budget(
         summary = await run(options, notes)
     assert states_of(summary) == {State.STORED: 60}
     # The budget was needed, so that the test is about something.
-    assert budget // 2 < summary.counters.peak_shm_bytes <= budget
+    assert budget // 2 < summary.counters.now.peak_shm_bytes <= budget
     assert budget // 4 < server.peak_bytes <= budget
 
 
@@ -796,7 +796,7 @@ async def test_a_run_that_was_cut_off_goes_on_where_it_stopped(
         options = options_for(server, path, tmp_path / "out", shard_bytes=40_000)
         summary = await run(options, notes)
     assert sorted(ordinals_sent(server.requests)) == sorted(set(range(60)) - kept)
-    assert summary.counters.settled_before == len(kept)
+    assert summary.counters.rows.settled_before == len(kept)
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 
