@@ -85,7 +85,7 @@ class ServerPool:
             run_id=run_id,
             session_id=secrets.token_hex(6),
             counters=recorder.counters,
-            dump_timeout_s=options.dump_timeout_s,
+            dump_timeout_s=options.patience.dump_timeout_s,
             death_shows_s=timings.dispatch.death_shows_s,
         )
         self._lost: list[Connection] = []
@@ -225,8 +225,8 @@ class ServerPool:
         self._scheduler.add(lane)
 
     def _limiter(self, target: Target) -> Limiter:
-        if self._options.concurrency is not None:
-            return Limiter(self._options.concurrency)
+        if self._options.load.concurrency is not None:
+            return Limiter(self._options.load.concurrency)
         connections = connections_each(len(self.servers))
         return Limiter(default_limit(target.facts.max_requests, connections=connections))
 
