@@ -133,7 +133,7 @@ class ServerPool:
         """
         ordinal = prompt.ordinal
         served_before = {connection: connection.lane.health.num_served for connection in self._up}
-        while not self._recorder.is_given_up(ordinal):
+        while not self._suspects.is_convicted(ordinal):
             slot = await self._scheduler.take(ordinal, prompt.num_tokens)
             if slot is None:
                 return None
@@ -151,7 +151,7 @@ class ServerPool:
             if not isinstance(outcome, Failure):
                 self._suspects.clear(ordinal)
                 return outcome
-            if not self._recorder.is_given_up(ordinal):
+            if not self._suspects.is_convicted(ordinal):
                 health = connection.lane.health
                 served = served_before.get(connection, health.num_served)
                 return FailedAttempt(failure=outcome, others_served=health.num_served > served)
