@@ -8,6 +8,7 @@ limiter, bytes under the dump root by the budget, tasks by both.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 
@@ -43,6 +44,8 @@ from prompts.inputs import InputFile
 from prompts.render import Renderer
 from prompts.stream import read_prompts
 from prompts.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.5
 #: Time for requests in flight to finish after a stop signal. The remaining shutdown steps share the
@@ -203,6 +206,7 @@ class Session:
                 if isinstance(judged, Prompt) and pieces is not None:
                     place = await self._places.take(self._dump_bytes(judged))
                     self._ledger.plan(judged, row, source=sources[row.source])
+                    logger.info("adopting row=%d pieces=%d", row.ordinal, len(pieces))
                     adopting = self._adopt_one(judged, pieces, place)
                     work.create_task(adopting, name=f"adopt-{row.ordinal}")
                 num_left -= 1
@@ -243,11 +247,20 @@ class Session:
                     return
                 judged = admission.judge(row)
                 if isinstance(judged, Refusal):
+                    logger.info(
+                        "refused row=%d reason=%s: %s", row.ordinal, judged.reason, judged.detail
+                    )
                     await self._ledger.reject(row, judged, source=sources[row.source])
                     continue
+                if logger.isEnabledFor(logging.DEBUG):
+                    logger.debug(
+                        "admitted row=%d tokens=%d source=%s line=%d",
+                        row.ordinal, judged.num_tokens, row.source, row.line,
+                    )  # fmt: skip
                 place = await self._places.take(self._dump_bytes(judged))
                 if self._stop.is_set():
                     return
+                logger.debug("planned row=%d", row.ordinal)
                 self._ledger.plan(judged, row, source=sources[row.source])
                 work.create_task(self._settle(judged, place), name=f"prompt-{judged.ordinal}")
 

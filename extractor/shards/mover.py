@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ from manifest.owner import StoreOwner
 from manifest.records import Moved, Row, Shard, Stored
 from manifest.states import Event
 from prompts.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -52,6 +55,14 @@ class _Job:
     size_bytes: int  # of the sample
     done: asyncio.Future[Failure | None]
     queued_at: float = field(default_factory=time.monotonic)
+
+    def log(
+        self, stage: str, details: str = "", *values: object, level: int = logging.DEBUG
+    ) -> None:
+        """Log that the sample passed `stage`."""
+        if logger.isEnabledFor(level):
+            rid = self.pieces[0].handle.dump.header.rid
+            logger.log(level, f"{stage} rid=%s row=%d{details}", rid, self.prompt.ordinal, *values)
 
 
 class Mover:
@@ -109,9 +120,9 @@ class Mover:
         size = sample_bytes(prompt.num_tokens, self._layout)
         self.backlog_bytes += size
         try:
-            self._jobs.put_nowait(
-                _Job(prompt=prompt, pieces=pieces, attempts=attempts, size_bytes=size, done=done)
-            )
+            job = _Job(prompt=prompt, pieces=pieces, attempts=attempts, size_bytes=size, done=done)
+            job.log("queued", " bytes=%d", size)
+            self._jobs.put_nowait(job)
             return await done
         finally:
             self.backlog_bytes -= size
@@ -194,6 +205,7 @@ class Mover:
 
     def _count(self, stored: Sequence[tuple[_Job, Stored]]) -> None:
         for job, _ in stored:
+            job.log("committed")
             self._count_stored(job.prompt)
 
     async def _settled(self) -> None:
@@ -213,8 +225,14 @@ class Mover:
                 stored = writer.append(job.prompt, job.pieces)
                 boot_id = job.pieces[0].handle.dump.header.boot_id
                 outcomes.append(replace(stored, server=self._server_of(boot_id)))
+                job.log("copied", " shard=%d offset=%d", stored.shard, stored.offset)
             except SampleFault as fault:
-                outcomes.append(fault.failure)
+                failure = fault.failure
+                job.log(
+                    "not stored", " reason=%s: %s", failure.reason, failure.detail,
+                    level=logging.INFO,
+                )  # fmt: skip
+                outcomes.append(failure)
             self._stages[Stage.COPY].add(time.monotonic() - began)
         began = time.monotonic()
         writer.sync()
@@ -228,6 +246,7 @@ class Mover:
                 if (seconds := age_s(path)) is not None:
                     self._stages[Stage.RESIDENCY].add(seconds)
                 path.unlink(missing_ok=True)
+            job.log("dumps removed", " pieces=%d", len(job.pieces))
 
     async def _writer_for(self, group: Sequence[_Job]) -> ShardWriter:
         num_tokens = group[0].prompt.num_tokens
@@ -245,6 +264,7 @@ class Mover:
                 lambda: ShardWriter.create(self._settings, number=number, expected_samples=expected)
             )
             await self._owner.call(lambda store: store.add_shard(writer.shard))
+            logger.info("shard opened shard=%d name=%s", number, writer.shard.name)
             self._writer = writer
         return self._writer
 
@@ -255,6 +275,7 @@ class Mover:
         if writer.num_samples:
             digest = await self._in_thread(writer.seal)
             await self._owner.call(lambda store: store.seal_shard(number, digest))
+            logger.info("shard sealed shard=%d samples=%d", number, writer.num_samples)
         else:
             await self._owner.call(lambda store: store.drop_shard(number))
             await self._in_thread(writer.discard)
