@@ -26,9 +26,9 @@ from extractor.dumps.discovery import is_alive
 from extractor.servers.client import Client
 from extractor.servers.target import Target
 from extractor.system.files import free_bytes
-from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 #: So long after a broken connection it is known whether the server died.

@@ -8,9 +8,9 @@ from extractor.core.events import Reporter
 from extractor.core.failure import Failure
 from extractor.core.layout import Layout
 from extractor.shards.format import sample_bytes
-from manifest.owner import StoreOwner
 from manifest.records import Failed, Moved, Planned, Rejected
 from manifest.states import ASKED_FOR, Event, Reason
+from manifest.writer_thread import StoreOwner
 from prompts.types import BadRow, Prompt
 
 #: Failed rows that are named as they happen; `extractor status` lists all.

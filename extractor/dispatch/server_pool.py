@@ -44,9 +44,9 @@ from extractor.dumps.dump_reader import Rank
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.target import Target, require_alike, require_no_stricter, require_target
-from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 #: Open files of a run besides the connections for prompts: about 20, two for each mover, four for

@@ -35,7 +35,7 @@ from extractor.servers.shm_budget import shm_budget
 from extractor.servers.target import Target, require_targets
 from extractor.status.watcher import Watcher
 from extractor.system.files import free_bytes
-from manifest.errors import ManifestMissing
+from manifest.exceptions import ManifestMissing
 from prompts.types import Prompt
 
 #: How long the probe of the server's speed sends prompts.

@@ -55,10 +55,10 @@ from extractor.status.live_file import LiveFile
 from extractor.status.report import session_document, totals_document, totals_table
 from extractor.status.reporters import Together
 from extractor.system.lock import exclusive
-from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State
 from manifest.store import Store
+from manifest.writer_thread import Commits, StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
 

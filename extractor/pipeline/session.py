@@ -38,8 +38,8 @@ from extractor.shards.mover import Movers
 from extractor.shards.recovery import Reconciled
 from extractor.shards.writer import ShardSettings
 from extractor.system.signals import stop_on_signals
-from manifest.owner import StoreOwner
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
 from prompts.stream import read_prompts

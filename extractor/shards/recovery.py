@@ -17,9 +17,9 @@ from extractor.shards.writer import (
     reopen_on_disk,
     sealed_on_disk,
 )
-from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 
 
 @dataclass(frozen=True, kw_only=True)
