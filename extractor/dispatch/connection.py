@@ -76,7 +76,7 @@ class Exchange:
         self._counters = counters
         self._run_id = run_id
         self._session_id = secrets.token_hex(3)
-        self._dump_timeout_s = options.dump_timeout_s
+        self._dump_timeout_s = options.patience.dump_timeout_s
         self._layout = layout
         #: By ordinal: whose last request reached the server and had no answer.
         self._unanswered: dict[int, Unanswered] = {}

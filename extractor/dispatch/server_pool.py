@@ -298,8 +298,8 @@ class Fleet:
         self._tell_room()
 
     def _limiter(self, target: Target) -> Limiter:
-        if self._options.concurrency is not None:
-            return Fixed(self._options.concurrency)
+        if self._options.load.concurrency is not None:
+            return Fixed(self._options.load.concurrency)
         most = self._most
         if (taken := target.facts.max_requests) is not None:
             most = min(most, taken)

@@ -27,6 +27,7 @@ from helpers import (
     Ids,
     Notes,
     assert_whole,
+    changed,
     dumps_under,
     make_prompts,
     options_for,
@@ -282,7 +283,7 @@ async def test_dumps_never_exceed_the_byte_budget(
         summary = await run(options, notes)
     assert states_of(summary) == {State.STORED: 60}
     # The budget was needed, so that the test is about something.
-    assert budget // 2 < summary.counters.peak_shm_bytes <= budget
+    assert budget // 2 < summary.counters.now.peak_shm_bytes <= budget
     assert budget // 4 < server.peak_bytes <= budget
 
 
@@ -795,7 +796,7 @@ async def test_a_run_that_was_cut_off_goes_on_where_it_stopped(
         options = options_for(server, path, tmp_path / "out", shard_bytes=40_000)
         summary = await run(options, notes)
     assert sorted(ordinals_sent(server.requests)) == sorted(set(range(60)) - kept)
-    assert summary.counters.settled_before == len(kept)
+    assert summary.counters.rows.settled_before == len(kept)
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 
@@ -1045,9 +1046,9 @@ async def test_a_refused_retry_leaves_the_data_set_as_it_was(
         await run(options, notes)
         before = rows_of(tmp_path / "out")
         with pytest.raises(ConfigMismatch):
-            await run(replace(options, prompts=(other,), retry_failed=True), notes)
+            await run(changed(options, prompts=(other,), retry_failed=True), notes)
         with pytest.raises(ConfigMismatch):
-            await run(replace(options, layers="1,2", retry_failed=True), notes)
+            await run(changed(options, layers="1,2", retry_failed=True), notes)
     with pytest.raises(ServerUnreachable):
         await run(replace(options, retry_failed=True), notes)
     assert rows_of(tmp_path / "out") == before
@@ -1173,9 +1174,9 @@ async def test_a_server_that_captures_something_else_than_asked_is_refused(
     async with FakeServer(dump_root).running() as server:
         options = options_for(server, path, tmp_path / "out")
         with pytest.raises(ConfigMismatch, match=told):
-            await run(replace(options, **asked), notes)  # type: ignore[arg-type]
+            await run(changed(options, **asked), notes)
         assert server.requests == []
-        same = replace(options, model="fake/model", layers="1,2,3", last_kind="post")
+        same = changed(options, model="fake/model", layers="1,2,3", last_kind="post")
         assert states_of(await run(same, notes)) == {State.STORED: 1}
 
 
