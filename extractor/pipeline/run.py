@@ -203,7 +203,7 @@ async def _run(
     options = await with_frozen_clock(owner, options, state)
     logger.info(
         "session run=%s rows=%d settled=%d",
-        state.run_id, counters.num_rows, counters.settled_before,
+        state.run_id, counters.rows.total, counters.rows.settled_before,
     )  # fmt: skip
     left = await reconcile(owner, options.output.shards_path, report=reporter.report)
     state.forget(left.lost)
