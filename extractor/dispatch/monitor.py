@@ -24,7 +24,7 @@ from manifest.states import Reason
 
 RESTART_ADVICE = "Restart it and run the same command again; nothing stored is sent twice."
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Monitor:
@@ -70,7 +70,7 @@ class Monitor:
             self._is_paused.set()
         if state is before:
             return
-        _log.info("server=%s state=%s before=%s", url, state.value, before.value)
+        logger.info("health server=%s state=%s before=%s", url, state.value, before.value)
         if state is HealthState.SERVING:
             self._report(f"{url} serves again", event="server_back", server=url)
         elif state is HealthState.PAUSED:

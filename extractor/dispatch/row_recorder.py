@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable, Sequence
 
 from extractor.core.admission import Refusal
 from extractor.core.counters import Counters
 from extractor.core.events import Report, Reporter
 from extractor.core.failure import Failure
-from extractor.core.layout import Layout
-from extractor.shards.format import sample_bytes
+from extractor.shards.mover import DurableSample
 from manifest.records import Failed, Lost, Planned, PromptFacts, Rejected, Retried, RowOrigin
 from manifest.states import ASKED_FOR, Reason
 from manifest.writer_thread import StoreOwner
@@ -18,7 +19,7 @@ from prompts.types import BadRow, Prompt
 #: Failed rows that are named as they happen; `extractor status` lists all.
 SHOWN_FAILURES = 20
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RowRecorder:
@@ -29,14 +30,15 @@ class RowRecorder:
         owner: StoreOwner,
         counters: Counters,
         reporter: Reporter,
-        layout: Layout,
         *,
+        server_of: Callable[[str], int | None],
         rejections_per_commit: int = 1000,
     ) -> None:
+        """`server_of`: boot id -> number of the recorded server start."""
         self.counters = counters
+        self.server_of = server_of
         self._owner = owner
         self._reporter = reporter
-        self._layout = layout
         self._rejections_per_commit = rejections_per_commit
 
     @property
@@ -47,8 +49,8 @@ class RowRecorder:
     def plan(self, prompt: Prompt, row: Prompt | BadRow, *, source: int) -> None:
         """A prompt is to be sent; `row`: the same before it was cut."""
         self._owner.post(planned_row(prompt, row, source))
-        _log.debug(
-            "row=%d planned, %s:%d, %d tokens",
+        logger.debug(
+            "planned row=%d source=%s:%d tokens=%d",
             prompt.ordinal, prompt.source, prompt.line, prompt.num_tokens,
         )  # fmt: skip
 
@@ -71,22 +73,31 @@ class RowRecorder:
         """An attempt failed, and the prompt is sent again."""
         self.counters.retried += 1
         self._owner.post(Retried(ordinal=prompt.ordinal, attempts=attempts))
-        _log.info("row=%d attempt %d failed: %s", prompt.ordinal, attempts, failure.detail)
+        logger.info("attempt failed row=%d attempt=%d: %s", prompt.ordinal, attempts, failure.detail)
 
     def lose(self, prompt: Prompt, *, attempts: int) -> None:
         """A server died while it had the prompt's request."""
         self._owner.post(Lost(ordinal=prompt.ordinal, attempts=attempts))
-        _log.warning("row=%d its server died in attempt %d", prompt.ordinal, attempts)
+        logger.warning("server died row=%d attempt=%d", prompt.ordinal, attempts)
 
     async def flush(self) -> None:
         """Return once everything recorded so far is durable."""
         await self._owner.drain()
 
-    def count_stored(self, prompt: Prompt) -> None:
-        """A sample is durable; the manifest has it already."""
-        self.counters.rows.stored += 1
-        self.counters.tokens += prompt.num_tokens
-        self.counters.stored_bytes += sample_bytes(prompt.num_tokens, self._layout)
+    async def store(self, samples: Sequence[DurableSample]) -> None:
+        """Commit samples whose bytes are durable, and count them."""
+        try:
+            await self._owner.commit(*(sample.stored for sample in samples))
+        except asyncio.CancelledError:
+            # The commit goes on, and the session may, when a server returns.
+            self._count_stored(samples)
+            raise
+        self._count_stored(samples)
+
+    def _count_stored(self, samples: Sequence[DurableSample]) -> None:
+        self.counters.rows.stored += len(samples)
+        self.counters.tokens += sum(sample.prompt.num_tokens for sample in samples)
+        self.counters.stored_bytes += sum(sample.stored.sample.size_bytes for sample in samples)
 
     def give_up(self, prompt: Prompt, failure: Failure, *, attempts: int) -> None:
         """A prompt fails for good."""
@@ -102,7 +113,7 @@ class RowRecorder:
 
     def _count_failed(self, row: Prompt | BadRow, reason: Reason, detail: str) -> None:
         self.counters.rows.failed_by_reason[reason] += 1
-        _log.info("row=%d failed: %s: %s", row.ordinal, reason, detail)
+        logger.info("given up row=%d reason=%s: %s", row.ordinal, reason, detail)
         if reason in ASKED_FOR:
             return
         if self.counters.rows.failed <= SHOWN_FAILURES:

@@ -48,7 +48,7 @@ from extractor.servers.target import (
 )
 from prompts.types import Prompt
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)

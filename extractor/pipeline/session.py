@@ -61,7 +61,6 @@ class Session:
             data_set.owner,
             self._counters,
             reporter,
-            layout,
             server_of=data_set.provenance.number_of,
             rejections_per_commit=timings.store.rejections,
         )
