@@ -157,7 +157,10 @@ class Health:
                 return Ending.GONE if self.is_silent else Ending.USELESS
         if self.stopping_s(now=now) > self._patience.useless_after_s:
             return Ending.NOT_STOPPED
-        if self._full_since is not None and now - self._full_since > self._patience.space_patience_s:
+        if (
+            self._full_since is not None
+            and now - self._full_since > self._patience.space_patience_s
+        ):
             return Ending.NO_SPACE
         return None
 

@@ -54,9 +54,7 @@ class Monitor:
         self._is_paused = asyncio.Event()
         self._found_gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def note(
-        self, failure: Failure | None, *, sent_at: float, is_probe: bool = False
-    ) -> None:
+    def note(self, failure: Failure | None, *, sent_at: float, is_probe: bool = False) -> None:
         """Learn from how a request ended; `failure`: None if it was served. `sent_at`: in the event
         loop's time."""
         before = self._health.state

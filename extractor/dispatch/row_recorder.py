@@ -1,4 +1,4 @@
-"""Records each row's outcome in the manifest, the counters and the log: the only place that does."""
+"""Records each row's outcome in the manifest, the counters and the log."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ class RowRecorder:
         """An attempt failed, and the prompt is sent again."""
         self.counters.retried += 1
         self._owner.post(Retried(ordinal=prompt.ordinal, attempts=attempts))
-        logger.info("attempt failed row=%d attempt=%d: %s", prompt.ordinal, attempts, failure.detail)
+        logger.info(
+            "attempt failed row=%d attempt=%d: %s", prompt.ordinal, attempts, failure.detail
+        )
 
     def lose(self, prompt: Prompt, *, attempts: int) -> None:
         """A server died while it had the prompt's request."""

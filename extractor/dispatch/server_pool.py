@@ -103,6 +103,12 @@ class ServerPool:
         return tuple(rank for connection in self._up for rank in connection.target.ranks)
 
     @property
+    def request_limit(self) -> int:
+        """Requests that all servers of the run may have at a time, also those that are away."""
+        known = [connection.lane.health.limiter.max_requests for connection in self._up]
+        return sum(known) + max(known) * (len(self.servers) - len(known))
+
+    @property
     def num_in_flight(self) -> int:
         return self._scheduler.num_in_flight
 

@@ -53,9 +53,7 @@ class Adopter:
             await self._adopt_all(admission, adoptable)
             num_adopted = state.counters.rows.stored - num_before
             self.report(f"{num_adopted} prompts had their dumps from an earlier session")
-        remove_dumps_of_the_dead(
-            self.dump_root, rid_prefix=rid_prefix(state.run_id), known=ranks
-        )
+        remove_dumps_of_the_dead(self.dump_root, rid_prefix=rid_prefix(state.run_id), known=ranks)
 
     async def _adopt_all(self, admission: Admission, adoptable: Adoptable) -> None:
         rows = read_prompts(

@@ -47,9 +47,9 @@ from extractor.servers.client import Client, clients_of
 from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import require_targets
-from extractor.shards.sequence import seal_left_open
 from extractor.shards.output_dir import manifest_warning, prepare_out
 from extractor.shards.recovery import Reconciled, reconcile
+from extractor.shards.sequence import seal_left_open
 from extractor.shards.strays import require_begun, require_manifest
 from extractor.status.live_file import LiveFile
 from extractor.status.report import session_document, totals_document, totals_table

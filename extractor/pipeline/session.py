@@ -20,7 +20,7 @@ from extractor.core.request import dump_bytes
 from extractor.core.row_policy import OnDuplicate
 from extractor.core.run_options import RunOptions
 from extractor.core.timings import Timings
-from extractor.dispatch.budget import Budget
+from extractor.dispatch.budget import Budget, max_prompts
 from extractor.dispatch.prompt_task import PromptTasks
 from extractor.dispatch.retry import RetryPolicy
 from extractor.dispatch.row_recorder import RowRecorder
@@ -75,7 +75,8 @@ class Session:
         )
         limits = self._pool.limits
         self._budget = Budget(
-            shm_budget(self._pool.ranks, options.load.shm_budget_bytes, limits=limits)
+            shm_budget(self._pool.ranks, options.load.shm_budget_bytes, limits=limits),
+            max_holders=max_prompts(self._pool.request_limit),
         )
         self._movers = MoverPool(
             shard_settings(options, data_set.identity),

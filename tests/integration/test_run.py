@@ -18,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+import extractor.dispatch.places
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
 from helpers import (
     LAYOUT,
     Ids,
@@ -39,11 +41,10 @@ from helpers import (
 )
 
 import extractor.dispatch.health
-import extractor.dispatch.places
 import extractor.dumps.dump_reader
 import extractor.intake.prompt_stream
-import extractor.shards.output_dir
 import extractor.shards.mover
+import extractor.shards.output_dir
 from extractor.core.errors import (
     BadDumpDir,
     ConfigMismatch,
@@ -61,7 +62,6 @@ from extractor.core.events import Reporter
 from extractor.core.layout import Layout
 from extractor.core.request import Limits, dump_bytes
 from extractor.core.rids import PROBE_SESSION
-from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
 from extractor.pipeline.dry_run import dry_run
 from extractor.pipeline.run import RunSummary, run
 from extractor.status.reporters import BarReporter, JsonReporter, LineReporter
