@@ -21,7 +21,7 @@ from extractor.core.run_options import RunOptions
 from extractor.dispatch.health import ServerWatch
 from extractor.dispatch.limiter import Limiter
 from extractor.dispatch.scheduler import Turn, Turns
-from extractor.dumps.collector import LATE_DUMPS_S, Collected, Collector, remove_unfinished
+from extractor.dumps.collector import Collected, Collector, remove_unfinished
 from extractor.dumps.discovery import is_alive
 from extractor.servers.client import Client
 from extractor.servers.target import Target
@@ -322,4 +322,4 @@ class Exchange:
         """
         await self.abandon()
         # What is lost is not waited for.
-        await self.collector.clear(patience_s=0.0 if self.has_ended.is_set() else LATE_DUMPS_S)
+        await self.collector.clear(patience_s=0.0 if self.has_ended.is_set() else None)

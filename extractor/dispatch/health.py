@@ -178,7 +178,8 @@ class ServerWatch:
             if self._draining_since is not None and now - self._draining_since > USELESS_AFTER_S:
                 raise ServerLost(
                     f"the server at {self._client.url} is being stopped, and has not ended in "
-                    f"{now - self._draining_since:.0f} s. See its log; the same command goes on."
+                    f"{now - self._draining_since:.0f} s",
+                    "See its log; the same command goes on.",
                 )
             if self._space_trouble and now - self._space_trouble_since > SPACE_PATIENCE_S:
                 raise SpaceError(
@@ -192,19 +193,19 @@ class ServerWatch:
             if not is_alive(rank.ready):
                 how = "was stopped" if self.is_draining else "died"
                 raise ServerGone(
-                    f"the server at {self._client.url} {how}: its process {rank.ready.pid} "
-                    f"is gone. {RESTART_ADVICE}"
+                    f"the server at {self._client.url} {how}: its process {rank.ready.pid} is gone",
+                    RESTART_ADVICE,
                 )
 
     def _given_up(self, now: float) -> ServerLost:
         trouble = f"{self._breaker.trouble_s(now=now):.0f} s (last: {self._last_trouble})"
         if self._breaker.is_gone:
             return ServerGone(
-                f"the server at {self._client.url} has not answered for {trouble}. {RESTART_ADVICE}"
+                f"the server at {self._client.url} has not answered for {trouble}", RESTART_ADVICE
             )
         return ServerLost(
-            f"the server at {self._client.url} answers, but has served nothing for {trouble}. "
-            "See its log; the same command goes on."
+            f"the server at {self._client.url} answers, but has served nothing for {trouble}",
+            "See its log; the same command goes on.",
         )
 
     async def _try_again_and_again(self) -> None:

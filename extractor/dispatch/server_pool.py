@@ -319,7 +319,7 @@ class Fleet:
                 self._say(f"no server is left of {', '.join(m.url for m in self.members)}")
             raise error
         self._say(
-            f"{str(error).partition('. ')[0]}. The run goes on with "
+            f"{error.what}. The run goes on with "
             f"{', '.join(other.url for other in self.members if other.exchange is not None)}, and "
             f"uses {member.url} again when a server is back there.",
             event="server_lost",

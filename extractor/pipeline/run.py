@@ -25,7 +25,6 @@ from extractor.core.identity import Identity
 from extractor.core.request import Limits
 from extractor.core.rids import rid_prefix
 from extractor.core.run_options import RunOptions
-from extractor.dispatch.health import RESTART_ADVICE
 from extractor.dispatch.limiter import MOST_LIMIT
 from extractor.dispatch.provenance import Provenance
 from extractor.dispatch.server_pool import Member, require_connections
@@ -158,9 +157,8 @@ async def _run_until_done(
         except (ServerGone, ExceptionGroup) as error:
             if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
                 raise
-            what = str(gone).removesuffix(RESTART_ADVICE).rstrip()
             reporter.note(
-                f"{what}\nwaiting up to {options.server_wait_s:.0f} s for it",
+                f"{gone.what}\nwaiting up to {options.server_wait_s:.0f} s for it",
                 event="servers_gone",
                 level="warning",
             )

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageError
 from extractor.dumps.discovery import scan_writers
-from extractor.servers.cleanup import Journal, remove_useless
+from extractor.servers.cleanup import remove_useless
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.sglang_flags import ServeOptions
@@ -108,8 +108,6 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
             log_path.unlink()  # kept when something went wrong
     finally:
         _remove_dumps(options.dump_root, boot_id)
-        # Behind the server: until it is stopped, `extractor doctor` may need to know of it.
-        Journal.path(options.dump_root, boot_id).unlink(missing_ok=True)
 
 
 class _Watch:
@@ -165,9 +163,6 @@ class _Watch:
     def _reach(self, stage: Stage) -> None:
         now = time.monotonic()
         self._note(f"{now - self._began_s:7.1f} s  {stage.title}")
-        journal = Journal.of(self._process.pid, self._process.shared_memory_inodes())
-        if journal is not None and self._options.dump_root.exists():  # the plugin makes it
-            journal.write(self._options.dump_root, self._boot_id)
         self._stage = stage
         self._reached_s = self._sign_s = self._told_s = now
 
