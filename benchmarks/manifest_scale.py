@@ -30,10 +30,10 @@ from typing import Protocol, TypeVar
 
 from benchmarks.command import command_parser, directory, number_from, run_command
 from extractor.core.humanize import amount, table
-from manifest.owner import Commits, StoreOwner
 from manifest.records import Change, Failed, Moved, Planned, Shard, Source, Stored
 from manifest.states import Event, Reason
 from manifest.store import Store
+from manifest.writer_thread import Commits, StoreOwner
 
 BATCH = 500  # changes of one commit
 SAMPLES_PER_SHARD = 20_000

@@ -24,8 +24,8 @@ from extractor.core.request import Limits
 from extractor.core.row_policy import DEFAULT_POLICY
 from extractor.dispatch.row_recorder import planned_row
 from extractor.intake.prompt_stream import in_thread, prompts_of
-from manifest.owner import StoreOwner
 from manifest.records import Source
+from manifest.writer_thread import StoreOwner
 from prompts.inputs import scan_inputs
 from prompts.render import Renderer
 

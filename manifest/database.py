@@ -24,7 +24,7 @@ from sqlite_utils import Database
 
 from manifest.causes import LIMIT_ERRNOS, NO_LOCKS_ERRNOS, cause_of, named
 from manifest.decoding import shown
-from manifest.errors import (
+from manifest.exceptions import (
     ManifestDamaged,
     ManifestError,
     ManifestMissing,

@@ -32,7 +32,7 @@ from manifest.decoding import (
     decode_start,
     shown,
 )
-from manifest.errors import ManifestDamaged
+from manifest.exceptions import ManifestDamaged
 from manifest.records import Row, ServerStart, Shard, Source, Totals
 from manifest.states import Reason, State
 

@@ -7,7 +7,7 @@
 `tallies`  rows, tokens and bytes by state and reason, so that totals need no scan of all rows
 
 The writer keeps the tallies, and what a shard knows of its samples, in the transaction that changes
-the rows (see batches.py); `extractor verify` compares them with the rows.
+the rows (see bulk_write.py); `extractor verify` compares them with the rows.
 """
 
 from __future__ import annotations

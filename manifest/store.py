@@ -1,6 +1,6 @@
 """Writing the manifest: one SQLite file, written by one thread of one process at a time.
 
-Changes of rows go through `folding` and `batches`; the rest of what a session writes is here.
+Row changes go through `row_changes` and `bulk_write`; all other writes of a session are here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from manifest import batches
+from manifest import bulk_write
 from manifest.database import damaged, explained, open_for_writing
 from manifest.decoding import (
     IDENTITY_COLUMNS,
@@ -27,10 +27,10 @@ from manifest.decoding import (
     canary_digest,
     row_checksum,
 )
-from manifest.errors import ManifestError
-from manifest.folding import Rows
+from manifest.exceptions import ManifestError
 from manifest.reader import UNFINISHED, Reader
 from manifest.records import Change, Forgotten, ServerStart, Shard, Source
+from manifest.row_changes import Rows
 from manifest.states import Event, State, advance
 
 
@@ -47,7 +47,7 @@ class Store(Reader):
         """Open for writing; make the file and its tables where they are missing."""
         database = open_for_writing(path)
         with explained(path):
-            batches.prepare(database.conn)
+            bulk_write.prepare(database.conn)
         return cls(database, path, is_writer=True)
 
     def close(self) -> None:
@@ -136,14 +136,14 @@ class Store(Reader):
         # Set again at the end: rows that were folded but not written are nothing to go on with.
         rows, self._rows = self._rows or self._rows_in_file(), None
         batch = rows.fold(changes)
-        batches.write_batch(self._db.conn, batch)
+        bulk_write.write_batch(self._db.conn, batch)
         rows.forget_settled(batch.entries)
         self._rows = rows
 
     def _rows_in_file(self) -> Rows:
         connection = self._db.conn
         ((first_free,),) = connection.execute("SELECT COALESCE(MAX(ordinal) + 1, 0) FROM prompts")
-        load = partial(batches.read_entries, connection)
+        load = partial(bulk_write.read_entries, connection)
         return Rows(load, first_free=first_free)
 
     def reopen_unfinished(self) -> int:
@@ -154,7 +154,7 @@ class Store(Reader):
                 f"WHERE {UNFINISHED} AND state != 'planned'"
             )
             underway = [s for s in State if not s.is_terminal and s is not State.PLANNED]
-            batches.tally_all_as(self._db.conn, State.PLANNED, underway)
+            bulk_write.tally_all_as(self._db.conn, State.PLANNED, underway)
             return cursor.rowcount
 
     def reopen_failed(self) -> int:
@@ -170,7 +170,7 @@ class Store(Reader):
                 "WHERE state = 'failed'",
                 (state.value,),
             )
-            batches.tally_all_as(self._db.conn, state, [State.FAILED])
+            bulk_write.tally_all_as(self._db.conn, state, [State.FAILED])
             return cursor.rowcount
 
     def forget_stored(self, ordinals: Iterable[int]) -> None:
@@ -226,7 +226,7 @@ class Store(Reader):
                 "UPDATE shards SET name = ? WHERE number = ? AND name IS NOT ?",
                 [(name, number, name) for number, name in shard_names.items()],
             )
-            batches.count_again(self._db.conn)
+            bulk_write.count_again(self._db.conn)
             problems = self.integrity_problems() or self.tally_problems()
             records = chain(
                 self.checked_sources(),

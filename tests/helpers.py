@@ -49,7 +49,7 @@ class Notes:
     def update(self, counters: Counters) -> None:
         self.num_updates += 1
 
-    def note(self, message: str, **fields: object) -> None:
+    def report(self, message: str, **fields: object) -> None:
         self.messages.append(message)
         if "server" in fields:
             self.of_servers.append((fields["event"], fields.get("level", "info"), fields["server"]))

@@ -31,7 +31,7 @@ def print_json(document: dict[str, Any]) -> None:
     click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2))
 
 
-def note(message: str) -> None:
+def report(message: str) -> None:
     """On stderr, where somebody is still there to read it."""
     with suppress(OSError):
         click.echo(message, err=True)
@@ -42,7 +42,7 @@ def tell_error(
 ) -> None:
     """On stderr, what ends a command: as an object where `--log-json` asks for objects."""
     if asks_for_objects(sys.argv[1:], os.environ):
-        note(log_line(message, event="error", level="error", exit_status=exit_status, **fields))
+        report(log_line(message, event="error", level="error", exit_status=exit_status, **fields))
     else:
         otherwise()
 
@@ -56,7 +56,7 @@ def _end_process() -> None:
     )
 
     def tell() -> None:
-        tell_error(message, exit_status=code, otherwise=lambda: note(f"extractor: {message}"))
+        tell_error(message, exit_status=code, otherwise=lambda: report(f"extractor: {message}"))
 
     # On a thread: whatever blocks the command may block the message, too.
     teller = threading.Thread(target=tell, daemon=True)
@@ -90,5 +90,5 @@ def _leave_threads() -> None:
     """End the process of a command that has cleaned up, though a thread still reads an idle input,
     scans a long file, loads a tokenizer or resolves a name."""
     code = Interrupted.exit_code
-    tell_error("interrupted", exit_status=code, otherwise=lambda: note("extractor: interrupted"))
+    tell_error("interrupted", exit_status=code, otherwise=lambda: report("extractor: interrupted"))
     os._exit(code)

@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from extractor import __version__
-from extractor.cli.console import note, tell_error
+from extractor.cli.console import report, tell_error
 from extractor.cli.doctor_command import doctor_command
 from extractor.cli.options import Commands
 from extractor.cli.run_command import run_command
@@ -69,7 +69,7 @@ def main() -> NoReturn:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         code = Interrupted.exit_code
-        tell_error("interrupted", exit_status=code, otherwise=lambda: note("interrupted"))
+        tell_error("interrupted", exit_status=code, otherwise=lambda: report("interrupted"))
         sys.exit(code)
     except BrokenPipeError:
         # The reader of our output went away, as `head` does: not our error.
@@ -83,7 +83,7 @@ def main() -> NoReturn:
         lines = traceback.format_exception(error) if verbose else []
 
         def as_text() -> None:
-            note(f"{''.join(lines)}extractor: {message_of(shown)}")
+            report(f"{''.join(lines)}extractor: {message_of(shown)}")
 
         fields = {"traceback": lines} if verbose else {}
         tell_error(message_of(shown), exit_status=known, otherwise=as_text, **fields)

@@ -224,14 +224,14 @@ def run_command(
             server = stack.enter_context(
                 MetricsServer(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
             )
-            reporter.note(f"metrics at {server.url}")
+            reporter.report(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
         summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
     status = 1 if summary.num_failed else 0
     document = summary.to_document(options.out)
     if log_json:
         # For programs only: a person reads the summary.
-        reporter.note("finished", event="finished", exit_status=status, **document)
+        reporter.report("finished", event="finished", exit_status=status, **document)
     if as_json:
         print_json(document)
     else:
@@ -245,8 +245,8 @@ async def _run(
     if serve_options is None or await any_server_answers(options.server_urls):
         return await run(options, reporter)
     if is_named:
-        reporter.note(
+        reporter.report(
             f"no server answers at {', '.join(options.server_urls)}; starting one of our own"
         )
-    async with running_server(serve_options, note=reporter.note) as server:
+    async with running_server(serve_options, report=reporter.report) as server:
         return await run(options.with_server(server.url), reporter)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import click
 
-from extractor.cli.console import note, run_async
+from extractor.cli.console import report, run_async
 from extractor.cli.options import (
     BYTES,
     DUMP_DIR_OPTION,
@@ -105,7 +105,7 @@ def serve_command(
 
 
 async def _serve(options: ServeOptions) -> NoReturn:
-    async with running_server(options, note=note) as server:
+    async with running_server(options, report=report) as server:
         click.echo(server.url)
         sys.stdout.flush()
         status = await server.process.wait()

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Final
 
 from manifest.causes import AMBIGUOUS_ERRNOS, CAUSES, cause_of, named
-from manifest.errors import ManifestError, ManifestSpaceError
+from manifest.exceptions import ManifestError, ManifestSpaceError
 from prompts.types import InputError, TokenizerError
 from server_patch.dump_format import DumpFormatError
 

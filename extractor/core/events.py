@@ -7,8 +7,8 @@ from typing import Protocol
 from extractor.core.counters import Counters
 
 
-class Say(Protocol):
-    """How the parts of a run tell what happens: `Reporter.note`."""
+class Report(Protocol):
+    """How the parts of a run tell what happens: `Reporter.report`."""
 
     def __call__(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
@@ -20,7 +20,7 @@ class Reporter(Protocol):
 
     def update(self, counters: Counters) -> None: ...
 
-    def note(
+    def report(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
         """One line for a person, beside the progress; for a program, what happened and its

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.counters import Counters, Stage
 from extractor.core.errors import ConfigMismatch, ServerError
-from extractor.core.events import Say
+from extractor.core.events import Report
 from extractor.core.failure import Failure
 from extractor.core.humanize import amount
 from extractor.core.layout import Layout
@@ -26,9 +26,9 @@ from extractor.dumps.discovery import is_alive
 from extractor.servers.client import Client
 from extractor.servers.target import Target
 from extractor.system.files import free_bytes
-from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 #: So long after a broken connection it is known whether the server died.
@@ -61,10 +61,10 @@ class Exchange:
         layout: Layout,
         limiter: Limiter,
         turns: Turns,
-        say: Say,
+        report: Report,
     ) -> None:
         """`collector`: of an earlier exchange with the same start of the server; None: there was
-        none. `say`: tells a person what the run waits for."""
+        none. `report`: tells a person what the run waits for."""
         self.target = target
         self.collector = collector or Collector(target.ranks, rid_prefix=rid_prefix(run_id))
         self.rids: set[str] = set()  # with the server now
@@ -89,7 +89,7 @@ class Exchange:
             limiter=limiter,
             turns=turns,
             collector=self.collector,
-            say=say,
+            report=report,
         )
 
     async def run(self) -> None:

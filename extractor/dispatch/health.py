@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.errors import ServerGone, ServerLost, SpaceError
-from extractor.core.events import Say
+from extractor.core.events import Report
 from extractor.core.failure import Failure
 from extractor.dispatch.breaker import Breaker
 from extractor.dispatch.limiter import Limiter
@@ -48,10 +48,10 @@ class ServerWatch:
         limiter: Limiter,
         turns: Turns,
         collector: Collector,
-        say: Say,
+        report: Report,
     ) -> None:
-        """say: logs what the run waits for."""
-        self._say = say
+        """report: logs what the run waits for."""
+        self._report = report
         self._client = client
         self._target = target
         self._run_id = run_id
@@ -135,9 +135,9 @@ class ServerWatch:
         """That the gate was opened or shut, and why."""
         url = self._client.url
         if self.gate.is_open:
-            self._say(f"the server at {url} serves again", event="server_back", server=url)
+            self._report(f"the server at {url} serves again", event="server_back", server=url)
         elif self._breaker.is_open:
-            self._say(
+            self._report(
                 f"the server at {url} serves nothing (last: {self._last_trouble}); its prompts "
                 "wait, and a probe goes on asking",
                 event="server_silent",
@@ -145,7 +145,7 @@ class ServerWatch:
                 server=url,
             )
         else:
-            self._say(
+            self._report(
                 f"the server at {url} is being stopped; it gets no more prompts, so that it can "
                 "end",
                 event="server_stopping",

@@ -28,9 +28,9 @@ from extractor.shards.dataset import dataset_document
 from extractor.shards.format import sample_tensors
 from extractor.shards.writer import open_shard_path, sealed_shard_path
 from extractor.system.files import open_regular, read_into, write_whole
-from manifest.owner import StoreOwner
 from manifest.records import ServerStart
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 from server_patch.dump_format import DumpHeader, LastKind, Ready
 
 _CANARY = "canary"

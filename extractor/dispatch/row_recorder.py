@@ -8,9 +8,9 @@ from extractor.core.events import Reporter
 from extractor.core.failure import Failure
 from extractor.core.layout import Layout
 from extractor.shards.format import sample_bytes
-from manifest.owner import StoreOwner
 from manifest.records import Failed, Moved, Planned, Rejected
 from manifest.states import ASKED_FOR, Event, Reason
+from manifest.writer_thread import StoreOwner
 from prompts.types import BadRow, Prompt
 
 #: Failed rows that are named as they happen; `extractor status` lists all.
@@ -83,7 +83,7 @@ class Ledger:
         if reason in ASKED_FOR:
             return
         if self._counters.failed <= SHOWN_FAILURES:
-            self._reporter.note(
+            self._reporter.report(
                 f"{row.source}:{row.line}: {reason}: {detail}",
                 event="row_failed",
                 level="warning",
@@ -94,7 +94,7 @@ class Ledger:
                 detail=detail,
             )
         elif self._counters.failed == SHOWN_FAILURES + 1:
-            self._reporter.note("… further failed rows: see `extractor status`")
+            self._reporter.report("… further failed rows: see `extractor status`")
 
 
 def planned_row(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:

@@ -27,7 +27,7 @@ from extractor.core.errors import (
     UsageError,
     first_known,
 )
-from extractor.core.events import Say
+from extractor.core.events import Report
 from extractor.core.failure import Failure
 from extractor.core.humanize import counted
 from extractor.core.layout import Layout
@@ -44,9 +44,9 @@ from extractor.dumps.dump_reader import Rank
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.target import Target, require_alike, require_no_stricter, require_target
-from manifest.owner import StoreOwner
 from manifest.records import Moved
 from manifest.states import Event, Reason
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 #: Open files of a run besides the connections for prompts: about 20, two for each mover, four for
@@ -150,11 +150,11 @@ class Fleet:
         counters: Counters,
         run_id: str,
         suspects: dict[int, int],
-        say: Say,
+        report: Report,
         resized: Callable[[int], None],
     ) -> None:
         """`members`: one at least has a target. `suspects`: prompts that a dying server had not
-        answered -> how often. `say`: tells a person what happens to the servers. `resized`: is
+        answered -> how often. `report`: tells a person what happens to the servers. `resized`: is
         told whenever the number of prompts that should be kept ready changes."""
         self.members = tuple(members)
         self._options = options
@@ -165,7 +165,7 @@ class Fleet:
         self._run_id = run_id
         self._suspects = suspects
         self._convicted: dict[int, Conviction] = {}
-        self._say = say
+        self._report = report
         self._resized = resized
         self._turns = Turns()
         self._most = connections_each(len(self.members))
@@ -259,7 +259,7 @@ class Fleet:
         while True:
             if member.exchange is None:
                 self._join(member, await self._proven_again(member))
-                self._say(
+                self._report(
                     f"the server at {member.url} is proven, and used from now on",
                     event="server_back",
                     server=member.url,
@@ -291,7 +291,7 @@ class Fleet:
             layout=self._layout,
             limiter=self._limiter(target),
             turns=self._turns,
-            say=self._say,
+            report=self._report,
         )
         member.starts.append(member.exchange)
         self._turns.add(member.exchange.watch.gate)
@@ -316,9 +316,9 @@ class Fleet:
         await exchange.abandon()
         if not self._up:
             if len(self.members) > 1:
-                self._say(f"no server is left of {', '.join(m.url for m in self.members)}")
+                self._report(f"no server is left of {', '.join(m.url for m in self.members)}")
             raise error
-        self._say(
+        self._report(
             f"{error.what}. The run goes on with "
             f"{', '.join(other.url for other in self.members if other.exchange is not None)}, and "
             f"uses {member.url} again when a server is back there.",
@@ -368,7 +368,7 @@ class Fleet:
             except ExtractorError as error:
                 if str(error) != told:
                     told = str(error)
-                    self._say(
+                    self._report(
                         f"{member.url} is not used: {told}",
                         event="server_unfit",
                         level="warning",

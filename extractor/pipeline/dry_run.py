@@ -35,7 +35,7 @@ from extractor.servers.shm_budget import shm_budget
 from extractor.servers.target import Target, require_targets
 from extractor.status.watcher import Watcher
 from extractor.system.files import free_bytes
-from manifest.errors import ManifestMissing
+from manifest.exceptions import ManifestMissing
 from prompts.types import Prompt
 
 #: How long the probe of the server's speed sends prompts.
@@ -90,7 +90,7 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
     require_connections(options.concurrency, num_servers=len(options.server_urls))
     concurrency = options.concurrency or PROBE_CONCURRENCY
     if settled := _settled_in(options.out):
-        reporter.note(
+        reporter.report(
             f"{options.out} has {counted(settled, 'row')} settled already, and a run leaves them "
             "as they are; what follows is of all rows"
         )
@@ -129,7 +129,7 @@ async def _surroundings(
     options: RunOptions, clients: Sequence[Client], reporter: Reporter
 ) -> _Surroundings:
     try:
-        found = await require_targets(clients, options, note=reporter.note)
+        found = await require_targets(clients, options, report=reporter.report)
     except ServerUnreachable:
         return _without_server(options)
     except (PluginError, BadDumpDir) as error:
@@ -206,7 +206,7 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
             scan_prompts, options.prompts, options.reading, spool_directory=Path(scratch)
         )
         num_rows = sum(file.num_rows for file in files)
-        reporter.note(f"{counted(num_rows, 'row')} in {counted(len(files), 'file')}; tokenising")
+        reporter.report(f"{counted(num_rows, 'row')} in {counted(len(files), 'file')}; tokenising")
         workers = num_workers_for(num_rows, options.tokenizer_workers)
         with prompts_of(files, renderer, num_workers=workers) as rows:
             async for row in in_thread(rows):

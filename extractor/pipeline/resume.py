@@ -14,10 +14,10 @@ from extractor.core.counters import Counters
 from extractor.core.errors import ConfigMismatch
 from extractor.core.identity import Identity
 from extractor.core.run_options import RunOptions
-from manifest.folding import PROMPT_CHANGED
-from manifest.owner import StoreOwner
 from manifest.records import Source
+from manifest.row_changes import PROMPT_CHANGED
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 from prompts.ambient import parse_moment
 from prompts.inputs import InputFile
 from prompts.render import Renderer

@@ -53,10 +53,10 @@ from extractor.status.live_file import LiveFile
 from extractor.status.report import session_document, totals_document, totals_table
 from extractor.status.reporters import Together
 from extractor.system.lock import exclusive
-from manifest.owner import Commits, StoreOwner
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State
 from manifest.store import Store
+from manifest.writer_thread import Commits, StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
 
@@ -135,7 +135,7 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
         raise
     prepare_out(options.out)
     if (warning := manifest_warning(options.out)) is not None:
-        reporter.note(warning, level="warning")
+        reporter.report(warning, level="warning")
     try:
         with exclusive(options.out):
             require_manifest(options.out)
@@ -157,7 +157,7 @@ async def _run_until_done(
         except (ServerGone, ExceptionGroup) as error:
             if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
                 raise
-            reporter.note(
+            reporter.report(
                 f"{gone.what}\nwaiting up to {options.server_wait_s:.0f} s for it",
                 event="servers_gone",
                 level="warning",
@@ -188,7 +188,7 @@ async def _run(
     else:
         await require_same_inputs(owner, options, files)
     options = await with_frozen_clock(owner, options, state)
-    left = await reconcile(owner, options.shards_path, note=reporter.note)
+    left = await reconcile(owner, options.shards_path, report=reporter.report)
     state.forget(left.lost)
     async with clients_of(
         options.server_urls,
@@ -200,7 +200,7 @@ async def _run(
         except (ServerError, BadAddress, BadDumpDir):
             if not state.is_finished or options.retry_failed:
                 raise
-            reporter.note("Every row is settled already; the server was not needed.")
+            reporter.report("Every row is settled already; the server was not needed.")
             await _seal_all(owner, options, left)
             begun_with = await begun_with_identity(owner)
             (await Provenance.load(owner, options.out, begun_with, allow_change=False)).write()
@@ -230,7 +230,7 @@ async def _run(
         for target in targets:
             provenance.check(target)
             if target.ready.weights is None:
-                reporter.note(
+                reporter.report(
                     f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
                     "only the canary can detect another checkpoint: see the server's log, or "
                     "upgrade hidden-state-extractor in its environment",
@@ -240,7 +240,7 @@ async def _run(
         if options.retry_failed:
             # Only now: a command that is refused must leave the data set as it was.
             reopened = await owner.call(Store.reopen_failed)
-            reporter.note(f"tried again: {counted(reopened, 'failed row')}")
+            reporter.report(f"tried again: {counted(reopened, 'failed row')}")
             counters.failed_by_reason.clear()
             state = await RunState.load(owner, files, counters)
         if state.is_finished:
@@ -249,7 +249,7 @@ async def _run(
                 Collector(target.ranks, rid_prefix=rid_prefix(state.run_id)).sweep()
             await _seal_all(owner, options, left)
             return await _summary(owner, state)
-        reporter.note(
+        reporter.report(
             f"{ready.model_path} at {', '.join(target.url for target in targets)}: "
             f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
             f"{state.counters.num_rows:,} rows, {state.counters.settled:,} settled before"
@@ -257,7 +257,7 @@ async def _run(
         if options.shm_budget_bytes is None:
             ranks = [rank for target in targets for rank in target.ranks]
             if doubt := headroom(ranks).doubt:
-                reporter.note(f"{doubt} (or name --shm-budget)", level="warning")
+                reporter.report(f"{doubt} (or name --shm-budget)", level="warning")
         await _probe(members, provenance, run_id=state.run_id)
         session = Session(
             options=options,
@@ -297,7 +297,7 @@ async def _preflight(
 ) -> tuple[list[Member], Renderer]:
     """The servers, of which one at least is fit to run against."""
     before = {server.url: server.num_prompts for server in counters.servers}
-    targets = await require_targets(clients, options, note=reporter.note)
+    targets = await require_targets(clients, options, report=reporter.report)
     for target in targets:
         if target is not None:
             require_dump_directory(target.ranks)

@@ -37,8 +37,8 @@ from extractor.shards.mover import Movers
 from extractor.shards.recovery import Reconciled
 from extractor.shards.writer import ShardSettings
 from extractor.system.signals import stop_on_signals
-from manifest.owner import StoreOwner
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
 from prompts.stream import read_prompts
@@ -86,7 +86,7 @@ class Session:
             counters=state.counters,
             run_id=state.run_id,
             suspects=state.suspects,
-            say=reporter.note,
+            report=reporter.report,
             resized=self._places.resize,
         )
         self._limits = self._fleet.limits
@@ -185,7 +185,7 @@ class Session:
             num_before = self._counters.stored
             await self._adopt_all(files, admission, adoptable)
             num_adopted = self._counters.stored - num_before
-            self._reporter.note(f"{num_adopted} prompts had their dumps from an earlier session")
+            self._reporter.report(f"{num_adopted} prompts had their dumps from an earlier session")
         remove_dumps_of_the_dead(root, rid_prefix=rid_prefix(run_id), known=ranks)
 
     async def _adopt_all(
@@ -299,7 +299,7 @@ class Session:
         """After a stop, let what is in flight end; but not for ever."""
         await self._stop.wait()
         self._fleet.send_no_more()
-        self._reporter.note(
+        self._reporter.report(
             f"stopping: {self._fleet.num_in_flight} requests in flight get {DRAIN_S:.0f} s to end; "
             "interrupt again to stop at once"
         )

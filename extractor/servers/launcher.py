@@ -39,8 +39,6 @@ POLL_S = 0.25
 PROBE_REQUEST_TIMEOUT_S = 300.0
 WEIGHTS_LOADED_MARK = "Load weight end"
 
-Note = Callable[[str], None]
-
 
 class Stage(Enum):
     """How far a server got: what it reached, and what to try when it gets no further."""
@@ -83,7 +81,9 @@ class Server:
 
 
 @asynccontextmanager
-async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[Server]:
+async def running_server(
+    options: ServeOptions, *, report: Callable[[str], None]
+) -> AsyncIterator[Server]:
     """Start a server, wait for its last stage, stop its whole tree at the end of the block.
 
     Raises MissingExtra without SGLang, ServerError with the log's end when the server dies or its
@@ -101,8 +101,8 @@ async def running_server(options: ServeOptions, *, note: Note) -> AsyncIterator[
             environment=options.environment(os.environ, boot_id=boot_id),
             log_path=log_path,
         ) as process:
-            note(f"SGLang {engine_version}, pid {process.pid}, log {log_path}")
-            target = await _Watch(options, process, boot_id, note).until_probed()
+            report(f"SGLang {engine_version}, pid {process.pid}, log {log_path}")
+            target = await _Watch(options, process, boot_id, report).until_probed()
             yield Server(url=options.url, process=process, target=target)
         if options.log_path is None:
             log_path.unlink()  # kept when something went wrong
@@ -114,12 +114,16 @@ class _Watch:
     """Follows one start through its stages."""
 
     def __init__(
-        self, options: ServeOptions, process: ServerProcess, boot_id: str, note: Note
+        self,
+        options: ServeOptions,
+        process: ServerProcess,
+        boot_id: str,
+        report: Callable[[str], None],
     ) -> None:
         self._options = options
         self._process = process
         self._boot_id = boot_id
-        self._note = note
+        self._report = report
         self._stage: Stage | None = None
         self._began_s = self._reached_s = self._sign_s = self._told_s = time.monotonic()
         self._log_size = 0
@@ -162,7 +166,7 @@ class _Watch:
 
     def _reach(self, stage: Stage) -> None:
         now = time.monotonic()
-        self._note(f"{now - self._began_s:7.1f} s  {stage.title}")
+        self._report(f"{now - self._began_s:7.1f} s  {stage.title}")
         self._stage = stage
         self._reached_s = self._sign_s = self._told_s = now
 
@@ -184,7 +188,7 @@ class _Watch:
         if now - max(self._sign_s, self._told_s) < self._options.stall_s or self._stage is None:
             return
         self._told_s = now
-        self._note(
+        self._report(
             f"stalled: {now - self._reached_s:.0f} s since '{self._stage.title}', the log is "
             f"silent for {now - self._sign_s:.0f} s. Its last line: "
             f"{self._process.last_log_line()}\nWhat to try: {self._stage.advice}"

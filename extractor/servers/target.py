@@ -13,7 +13,7 @@ from extractor.core.errors import (
     PluginError,
     ServerUnreachable,
 )
-from extractor.core.events import Say
+from extractor.core.events import Report
 from extractor.core.request import Limits
 from extractor.core.rids import RID_PREFIX
 from extractor.core.run_options import RunOptions
@@ -34,7 +34,7 @@ ALIKE = (
 
 
 async def require_targets(
-    clients: Sequence[Client], options: RunOptions, *, note: Say
+    clients: Sequence[Client], options: RunOptions, *, report: Report
 ) -> list[Target | None]:
     """Each server's target; None for one that does not answer, while another does.
 
@@ -60,7 +60,7 @@ async def require_targets(
         require_alike(one, other)
     for client, target in zip(clients, targets, strict=True):
         if target is None:
-            note(
+            report(
                 f"warning: {client.silence} The run begins without it, and uses it when it answers",
                 event="server_lost",
                 level="warning",

@@ -25,9 +25,9 @@ from extractor.shards.recovery import OpenShard
 from extractor.shards.writer import ShardSettings, ShardWriter
 from extractor.system.files import age_s
 from extractor.system.signals import to_its_end
-from manifest.owner import StoreOwner
 from manifest.records import Moved, Row, Shard, Stored
 from manifest.states import Event
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from extractor.core.events import Say
+from extractor.core.events import Report
 from extractor.core.humanize import counted
 from extractor.shards.strays import require_free_numbers
 from extractor.shards.writer import (
@@ -17,9 +17,9 @@ from extractor.shards.writer import (
     reopen_on_disk,
     sealed_on_disk,
 )
-from manifest.owner import StoreOwner
 from manifest.records import Row, Shard
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Reconciled:
     next_number: int  # of a new shard
 
 
-async def reconcile(owner: StoreOwner, directory: Path, *, note: Say) -> Reconciled:
+async def reconcile(owner: StoreOwner, directory: Path, *, report: Report) -> Reconciled:
     """Reopen shards whose end is gone, note those that were sealed, and tell which are open.
 
     Raises UsageError for shards that the manifest should know of and does not, OSError.
@@ -60,7 +60,7 @@ async def reconcile(owner: StoreOwner, directory: Path, *, note: Say) -> Reconci
         rows = await owner.call(partial(Store.shard_rows, number=shard.number))
         lost = lost_rows(directory, shard, rows)
         if lost:
-            note(
+            report(
                 f"{directory / shard.name}: the bytes of {counted(len(lost), 'stored sample')} "
                 "are gone; they are extracted again",
                 level="warning",

@@ -73,7 +73,7 @@ class LiveFile:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="live")
         self._writing = self._thread.submit(self._write, orjson.dumps(document))
 
-    def note(self, message: str, **_: object) -> None:
+    def report(self, message: str, **_: object) -> None:
         pass
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Metrics:
     def update(self, counters: Counters) -> None:
         self._counters = counters
 
-    def note(self, message: str, **_: object) -> None:
+    def report(self, message: str, **_: object) -> None:
         pass
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class BarReporter:
         self._bar.set_postfix_str(_that_fit(self._bar, _figures(counters)), refresh=False)
         self._bar.refresh()
 
-    def note(self, message: str, **_: object) -> None:
+    def report(self, message: str, **_: object) -> None:
         tqdm.write(message, file=self._stream)
 
     def close(self) -> None:
@@ -65,13 +65,13 @@ class LineReporter:
         if self._clock() < self._next:
             return
         self._next = self._clock() + LINE_INTERVAL_S
-        self.note(
+        self.report(
             f"{counters.settled:,}/{counters.num_rows:,} rows, {', '.join(_figures(counters))}",
             event="progress",
             session=session_document(counters),
         )
 
-    def note(
+    def report(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
         print(message, file=self._stream, flush=True)
@@ -87,7 +87,7 @@ class JsonReporter(LineReporter):
     `message`, and what else docs/observability.md has of its event.
     """
 
-    def note(
+    def report(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
         print(log_line(message, event=event, level=level, **fields), file=self._stream, flush=True)
@@ -105,12 +105,12 @@ class Together:
             with suppress(OSError):
                 reporter.update(counters)
 
-    def note(
+    def report(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
         for reporter in self._reporters:
             with suppress(OSError):
-                reporter.note(message, event=event, level=level, **fields)
+                reporter.report(message, event=event, level=level, **fields)
 
     def close(self) -> None:
         for reporter in self._reporters:

@@ -16,7 +16,7 @@ from extractor.core.identity import Identity
 from extractor.core.locations import MANIFEST_NAME
 from extractor.status.live_file import Live, read_live
 from extractor.system.lock import writer_of
-from manifest.errors import ManifestError, ManifestMissing
+from manifest.exceptions import ManifestError, ManifestMissing
 from manifest.records import Totals
 from manifest.states import State
 from manifest.store import Store

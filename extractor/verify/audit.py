@@ -32,7 +32,7 @@ from extractor.verify.findings import Audit, FindingKind, Progress
 from extractor.verify.shard_audit import ShardAuditor
 from manifest.causes import LIMIT_ERRNOS
 from manifest.decoding import Damage, as_json, shown
-from manifest.errors import ManifestDamaged
+from manifest.exceptions import ManifestDamaged
 from manifest.records import Row, ServerStart, Shard
 from manifest.states import State
 from manifest.store import Store

@@ -28,7 +28,7 @@ from extractor.system.files import is_regular, sync_directory, write_whole
 from extractor.system.lock import exclusive
 from extractor.verify.audit import audit, open_manifest
 from extractor.verify.findings import Audit, FindingKind, Progress
-from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
+from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceError
 from manifest.records import Forgotten, Relocated, Row, Shard
 from manifest.store import Store
 

@@ -17,7 +17,7 @@ from helpers import Ids, read_samples, stored_ordinals
 from acceptance.tool import Server
 from extractor.core.locations import MANIFEST_NAME
 from extractor.system.process_tree import descendants
-from manifest.errors import ManifestError
+from manifest.exceptions import ManifestError
 
 CONTEXT_TOKENS = 512
 TOLERANCE = 1e-5  # relative, float32: batches differ from run to run

@@ -24,7 +24,7 @@ from helpers import (
 
 from acceptance.tool import Fake, Result, Tool, fake_server, wait_until
 from extractor.core.locations import MANIFEST_NAME
-from manifest.errors import ManifestError
+from manifest.exceptions import ManifestError
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(120)]
 

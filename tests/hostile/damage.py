@@ -37,7 +37,7 @@ from extractor.verify.audit import audit
 from extractor.verify.findings import Audit
 from extractor.verify.repair import Repair, audit_and_repair
 from manifest.decoding import IDENTITY_COLUMNS, PROMPT_COLUMNS, SOURCE_COLUMNS, row_checksum
-from manifest.errors import ManifestError
+from manifest.exceptions import ManifestError
 
 PROMPTS = make_prompts(25, shortest=10)
 POLICY = Policy(on_too_long=OnTooLong.TRUNCATE, on_duplicate=OnDuplicate.SKIP, max_tokens=50)

@@ -22,8 +22,8 @@ from extractor.system.lock import LOCK_NAME, writer_of
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from extractor.verify.findings import FindingKind
-from manifest.batches import count_again
-from manifest.errors import ManifestMissing
+from manifest.bulk_write import count_again
+from manifest.exceptions import ManifestMissing
 from manifest.records import Row
 from manifest.store import Store
 

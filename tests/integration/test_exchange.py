@@ -15,8 +15,8 @@ from extractor.dispatch.scheduler import Turns
 from extractor.servers.client import Client
 from extractor.servers.target import require_target
 from extractor.testing.fake_server import FakeServer, Fault
-from manifest.owner import StoreOwner
 from manifest.records import Planned, Source
+from manifest.writer_thread import StoreOwner
 
 
 async def test_what_is_answered_and_dumped_when_a_server_is_lost_is_not_asked_for_again(
@@ -52,7 +52,7 @@ async def test_what_is_answered_and_dumped_when_a_server_is_lost_is_not_asked_fo
             layout=LAYOUT,
             limiter=Fixed(1),
             turns=turns,
-            say=notes.note,
+            report=notes.report,
         )
         turns.add(exchange.watch.gate)
         turn = await turns.take(prompt.num_tokens)

@@ -79,7 +79,7 @@ async def test_a_server_passes_every_stage_and_is_gone_after_the_block(
 ) -> None:
     notes: list[str] = []
     options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
-    async with running_server(options, note=notes.append) as server:
+    async with running_server(options, report=notes.append) as server:
         told = "\n".join(notes)
         assert [stage for stage in Stage if stage.title in told] == list(Stage)
         assert server.target.ready.boot_id.count("-") == 2  # the one that we named
@@ -102,7 +102,7 @@ async def test_a_stall_names_the_stage_the_last_line_and_what_to_try(
             stalled.set()
 
     async def start() -> None:
-        async with running_server(options, note=note):
+        async with running_server(options, report=note):
             raise AssertionError("it cannot be up")
 
     task = asyncio.create_task(start())
@@ -121,7 +121,7 @@ async def test_a_server_that_dies_is_reported_with_the_end_of_its_log(
 ) -> None:
     options = options_for(DEAD, dump_root, tmp_path, monkeypatch)
     with pytest.raises(ServerError, match=r"(?s)status 7.*CUDA out of memory"):
-        async with running_server(options, note=lambda _: None):
+        async with running_server(options, report=lambda _: None):
             pass
 
 
@@ -130,7 +130,7 @@ async def test_a_plugin_that_gives_up_ends_the_start_with_its_reason(
 ) -> None:
     options = options_for(REFUSED, dump_root, tmp_path, monkeypatch)
     with pytest.raises(PluginError, match="this model cannot"):
-        async with running_server(options, note=lambda _: None):
+        async with running_server(options, report=lambda _: None):
             pass
     assert list(dump_root.iterdir()) == []
 
@@ -141,7 +141,7 @@ async def start(options: ServeOptions, log: Path) -> tuple[asyncio.Task[None], p
 
     async def run() -> None:
         async with running_server(
-            options, note=lambda text: logged.set() if "log growing" in text else None
+            options, report=lambda text: logged.set() if "log growing" in text else None
         ):
             raise AssertionError("it cannot be up")
 
@@ -193,7 +193,7 @@ async def test_a_taken_port_is_refused_before_anything_is_started(
     )
     try:
         with pytest.raises(UsageError, match="--port"):
-            async with running_server(options, note=lambda _: None):
+            async with running_server(options, report=lambda _: None):
                 pass
     finally:
         listener.close()
@@ -213,7 +213,7 @@ async def test_an_invalid_dump_dir_is_refused_before_anything_is_started(
     (tmp_path / "loop").symlink_to("loop")
     options = options_for(GOOD, tmp_path / name, tmp_path, monkeypatch)
     with pytest.raises((UsageError, OSError), match=words) as refused:
-        async with running_server(options, note=lambda _: None):
+        async with running_server(options, report=lambda _: None):
             pass
     assert exit_code(refused.value) == 2
     assert not (tmp_path / "log").exists()
@@ -228,7 +228,7 @@ async def test_without_sglang_the_exact_pip_line_is_printed(
     options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
     monkeypatch.setattr(extractor.servers.launcher, "_engine_version", missing)
     with pytest.raises(MissingExtra, match=r"pip install 'hidden-state-extractor\[server\]'"):
-        async with running_server(options, note=lambda _: None):
+        async with running_server(options, report=lambda _: None):
             pass
 
 
@@ -236,6 +236,6 @@ async def test_a_server_killed_by_somebody_else_is_noticed(
     dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
-    async with running_server(options, note=lambda _: None) as server:
+    async with running_server(options, report=lambda _: None) as server:
         os.kill(server.process.pid, signal.SIGKILL)
         assert await server.process.wait() == -signal.SIGKILL

@@ -30,7 +30,7 @@ from extractor.status.report import session_document
 from extractor.status.watcher import Begun, Look, Watcher, watch
 from extractor.system.lock import LOCK_NAME, exclusive, writer_of
 from extractor.testing.fake_server import FakeServer
-from manifest.errors import ManifestMissing
+from manifest.exceptions import ManifestMissing
 from manifest.states import Reason, State
 
 REPOSITORY = Path(__file__).parents[2]

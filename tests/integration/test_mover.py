@@ -15,10 +15,10 @@ from helpers import make_identity, make_prompts, prompt_of
 from extractor.shards.mover import Mover
 from extractor.shards.writer import ShardSettings, ShardWriter
 from integration.test_shards import Dumps
-from manifest.owner import StoreOwner
 from manifest.records import Change, Moved, Planned, Source
 from manifest.states import Event, State
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
 

@@ -26,7 +26,7 @@ from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from extractor.verify.findings import FindingKind
 from extractor.verify.repair import Repair, audit_and_repair
-from manifest.errors import ManifestMissing
+from manifest.exceptions import ManifestMissing
 from manifest.states import State
 
 pytestmark = pytest.mark.usefixtures("quick_retries")

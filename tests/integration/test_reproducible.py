@@ -20,7 +20,7 @@ from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer, Fault
 from extractor.verify.audit import audit
-from manifest.errors import PromptChanged
+from manifest.exceptions import PromptChanged
 from manifest.store import Store
 from prompts import render
 from prompts.ambient import parse_moment

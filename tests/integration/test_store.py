@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from sqlite_utils import Database
 
-from manifest import batches
-from manifest.errors import ManifestError, ManifestMissing, ManifestSpaceError, PromptChanged
-from manifest.folding import Entry
+from manifest import bulk_write
+from manifest.exceptions import ManifestError, ManifestMissing, ManifestSpaceError, PromptChanged
 from manifest.reader import UNFINISHED
 from manifest.records import Failed, Forgotten, Moved, Planned, Rejected, Shard, Source, Stored
+from manifest.row_changes import Entry
 from manifest.schema import migrations
 from manifest.states import Event, IllegalTransition, Reason, State
 from manifest.store import Store
@@ -213,13 +213,13 @@ def test_a_batch_writes_each_row_once_whatever_it_went_through(store: Store) -> 
 
 def test_rows_in_flight_are_not_read_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[list[int]] = []
-    real = batches.read_entries
+    real = bulk_write.read_entries
 
     def noted(connection: sqlite3.Connection, ordinals: list[int]) -> list[Entry]:
         read.append(list(ordinals))
         return real(connection, ordinals)
 
-    monkeypatch.setattr(batches, "read_entries", noted)
+    monkeypatch.setattr(bulk_write, "read_entries", noted)
     for change in [*way_to_store(0, 4096), *way_to_store(1, 4196)]:
         store.apply([change])
     assert read == []
@@ -231,7 +231,7 @@ def test_rows_in_flight_are_not_read_again(store: Store, monkeypatch: pytest.Mon
 
 
 def test_what_is_remembered_has_a_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.folding.MAX_REMEMBERED", 10)
+    monkeypatch.setattr("manifest.row_changes.MAX_REMEMBERED", 10)
     for ordinal in range(100):
         store.apply([planned(ordinal)])
         assert store._rows is not None and len(store._rows._entries) <= 10

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from manifest.errors import PromptChanged
+from manifest.exceptions import PromptChanged
 from manifest.records import (
     Change,
     Failed,

@@ -16,7 +16,7 @@ from extractor.system import lock, process_id
 from extractor.system.lock import exclusive
 from manifest.causes import CAUSES
 from manifest.database import explained
-from manifest.errors import ManifestDamaged, ManifestError, ManifestSpaceError
+from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceError
 
 #: The only errnos that blame a device or a file system.
 FAILURES = {"EIO", "EUCLEAN", "EBADMSG", "EREMOTEIO"}

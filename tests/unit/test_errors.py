@@ -10,7 +10,7 @@ import pkgutil
 import aiohttp
 import pytest
 
-import manifest.errors
+import manifest.exceptions
 import prompts.types
 import server_patch.dump_format
 from extractor.core import errors
@@ -62,7 +62,7 @@ def test_a_missing_extra_gives_the_command_that_installs_it() -> None:
     "error",
     [
         value
-        for module in (manifest.errors, prompts.types, server_patch.dump_format)
+        for module in (manifest.exceptions, prompts.types, server_patch.dump_format)
         for value in vars(module).values()
         if inspect.isclass(value)
         and issubclass(value, Exception)
@@ -87,7 +87,7 @@ def test_leaf_packages_define_errors_where_this_test_looks() -> None:
                 if inspect.isclass(value)
                 and issubclass(value, Exception)
                 and value.__module__ == loaded.__name__
-                and loaded not in (manifest.errors, prompts.types)
+                and loaded not in (manifest.exceptions, prompts.types)
                 and not issubclass(value, prompts.types.RowError)
             }
     assert found <= known
@@ -108,8 +108,8 @@ def test_leaf_packages_define_errors_where_this_test_looks() -> None:
         (TimeoutError(), None),
         (ConnectionRefusedError(errno.ECONNREFUSED, "no"), None),
         (KeyError("defect"), None),
-        (manifest.errors.ManifestSpaceError("full"), 4),
-        (manifest.errors.ManifestMissing("none"), 2),
+        (manifest.exceptions.ManifestSpaceError("full"), 4),
+        (manifest.exceptions.ManifestMissing("none"), 2),
     ],
 )
 def test_foreign_errors_are_messages_only_where_people_can_act(

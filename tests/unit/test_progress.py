@@ -51,7 +51,7 @@ def test_lines_come_at_intervals_however_often_the_run_reports() -> None:
 
 def test_notes_are_shown_at_once() -> None:
     stream = io.StringIO()
-    LineReporter(stream).note("a row failed")
+    LineReporter(stream).report("a row failed")
     assert stream.getvalue() == "a row failed\n"
 
 
@@ -72,7 +72,7 @@ def test_a_bar_shows_what_is_settled_over_all_sessions() -> None:
     reporter.update(
         Counters(num_rows=200, settled_before=50, stored=49, failed_by_reason=ONE_FAILED)
     )
-    reporter.note("a row failed")
+    reporter.report("a row failed")
     reporter.close()
     assert "100/200" in stream.getvalue()
     assert "a row failed" in stream.getvalue()
@@ -138,7 +138,7 @@ def test_rates_are_over_this_session(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_log_for_programs_has_one_object_a_line() -> None:
     stream, clock = io.StringIO(), Clock()
     reporter = JsonReporter(stream, clock=clock)
-    reporter.note("a row failed\nbadly", event="row_failed", level="warning", line=3)
+    reporter.report("a row failed\nbadly", event="row_failed", level="warning", line=3)
     counters = Counters(num_rows=10, stored=1, failed_by_reason=ONE_FAILED)
     reporter.update(counters)
     clock.now += LINE_INTERVAL_S
@@ -164,7 +164,7 @@ def test_several_reporters_are_told_the_same() -> None:
     first, second = Notes(), Notes()
     reporter = Together(first, second)
     reporter.update(Counters())
-    reporter.note("a row failed", event="row_failed", level="warning", line=3)
+    reporter.report("a row failed", event="row_failed", level="warning", line=3)
     reporter.close()
     for notes in (first, second):
         assert (notes.num_updates, notes.messages, notes.is_closed) == (1, ["a row failed"], True)

@@ -16,8 +16,8 @@ from operator import attrgetter
 import orjson
 
 from manifest.decoding import PROMPT_COLUMNS, row_checksum
-from manifest.errors import ManifestDamaged
-from manifest.folding import Batch, Entry
+from manifest.exceptions import ManifestDamaged
+from manifest.row_changes import Batch, Entry
 from manifest.states import Reason, State
 
 _values = attrgetter(*PROMPT_COLUMNS)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from manifest.errors import PromptChanged
-from manifest.folding import Batch, Entry, Rows
+from manifest.exceptions import PromptChanged
 from manifest.records import (
     Change,
     Failed,
@@ -20,6 +19,7 @@ from manifest.records import (
     Relocated,
     Stored,
 )
+from manifest.row_changes import Batch, Entry, Rows
 from manifest.states import Event, IllegalTransition, Reason, State
 
 PLANNED = Planned(

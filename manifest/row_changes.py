@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from manifest.errors import PromptChanged
+from manifest.exceptions import PromptChanged
 from manifest.records import (
     Change,
     Failed,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from manifest.errors import ManifestError, ManifestSpaceError
-from manifest.owner import StoreOwner
+from manifest.exceptions import ManifestError, ManifestSpaceError
 from manifest.records import Change, Moved, Planned, Source
 from manifest.states import Event, IllegalTransition, State
 from manifest.store import Store
+from manifest.writer_thread import StoreOwner
 
 
 def planned(ordinal: int) -> Planned:
@@ -79,7 +79,7 @@ async def test_what_is_posted_during_a_commit_shares_the_next(
 async def test_what_nobody_waits_for_joins_the_next_commit(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.owner.LINGER_S", 3600)
+    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
     gate = Gate(monkeypatch)
     gate.open()
     for ordinal in range(3):
@@ -93,7 +93,7 @@ async def test_what_nobody_waits_for_joins_the_next_commit(
 async def test_what_nobody_waits_for_is_written_by_itself_soon(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.owner.LINGER_S", 0.001)
+    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 0.001)
     gate = Gate(monkeypatch)
     owner.post(planned(0))
     await gate.reached()
@@ -105,8 +105,8 @@ async def test_what_nobody_waits_for_is_written_by_itself_soon(
 async def test_many_posted_changes_do_not_wait(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.owner.LINGER_S", 3600)
-    monkeypatch.setattr("manifest.owner.MAX_BATCH", 3)
+    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
+    monkeypatch.setattr("manifest.writer_thread.MAX_BATCH", 3)
     gate = Gate(monkeypatch)
     owner.post(planned(0), planned(1))
     owner.post(planned(2))
@@ -118,7 +118,7 @@ async def test_many_posted_changes_do_not_wait(
 async def test_what_is_posted_during_a_commit_waits_for_company_too(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.owner.LINGER_S", 3600)
+    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
     gate = Gate(monkeypatch)
     first = asyncio.create_task(owner.commit(planned(0)))
     await gate.reached()
@@ -131,7 +131,7 @@ async def test_what_is_posted_during_a_commit_waits_for_company_too(
 
 
 async def test_a_commit_has_a_bound(owner: StoreOwner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.owner.MAX_BATCH", 20)
+    monkeypatch.setattr("manifest.writer_thread.MAX_BATCH", 20)
     await owner.commit(*(planned(n) for n in range(50)))
     assert (owner.commits.count, owner.commits.largest) == (3, 20)
     assert 0 < owner.commits.slowest_s <= owner.commits.seconds
