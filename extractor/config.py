@@ -51,10 +51,10 @@ class Layout:
     def of(cls, ready: Ready) -> Layout:
         """The layout of the states that a writer announced."""
         return cls(
-            boundaries=ready.boundaries,
-            hidden_size=ready.hidden_size,
-            dtype=ready.dtype,
-            last_kind=ready.last_kind,
+            boundaries=ready.layout.boundaries,
+            hidden_size=ready.layout.hidden_size,
+            dtype=ready.layout.dtype,
+            last_kind=ready.layout.last_kind,
         )
 
     @property
@@ -118,16 +118,16 @@ class Identity:
         inputs: tuple[str, ...],
     ) -> Identity:
         return cls(
-            model=ready.model_path,
-            architecture=ready.architecture,
-            config_digest=ready.config_digest,
-            vocab_size=ready.vocab_size,
-            num_layers=ready.num_layers,
-            hidden_size=ready.hidden_size,
-            dtype=ready.dtype,
-            boundaries=ready.boundaries,
-            last_kind=ready.last_kind,
-            quantization=ready.quantization,
+            model=ready.model.path,
+            architecture=ready.model.architecture,
+            config_digest=ready.model.config_digest,
+            vocab_size=ready.model.vocab_size,
+            num_layers=ready.model.num_layers,
+            hidden_size=ready.model.hidden_size,
+            dtype=ready.model.dtype,
+            boundaries=ready.capture.boundaries,
+            last_kind=ready.capture.last_kind,
+            quantization=ready.model.quantization,
             tokenizer_digest=tokenizer_digest,
             template_digest=template_digest,
             reading=reading,

@@ -104,24 +104,26 @@ def require_plugin(
     ranks = ranks_of(scan_writers(root), url=url, model_path=facts.model_path, others=others)
     ready = ranks[0].ready
     # A live update may name another path; provenance.py says that the weights are others.
-    if ready.model_path != facts.model_path and not was_updated(ready):
+    if ready.model.path != facts.model_path and not was_updated(ready):
         raise PluginError(
-            f"{ranks[0].directory / READY_NAME} is of model {ready.model_path}, "
+            f"{ranks[0].directory / READY_NAME} is of model {ready.model.path}, "
             f"the server at {url} serves {facts.model_path}: another server's dump directory?"
         )
-    if not RID_PREFIX.startswith(ready.rid_prefix):
+    if not RID_PREFIX.startswith(ready.capture.rid_prefix):
         raise PluginError(
-            f"the server at {url} dumps requests whose rid begins with {ready.rid_prefix!r} "
-            f"(SGLANG_HS_RID_PREFIX); ours begin with {RID_PREFIX!r}"
+            f"the server at {url} dumps requests whose rid begins with "
+            f"{ready.capture.rid_prefix!r} (SGLANG_HS_RID_PREFIX); ours begin with {RID_PREFIX!r}"
         )
+    first = ready.to_document()
     for rank in ranks[1:]:
+        announced = rank.ready.to_document()
         for name in (
             "boundaries", "hidden_size", "dtype", "last_kind", "rid_prefix", "weights",
         ):  # fmt: skip
-            if getattr(rank.ready, name) != getattr(ready, name):
+            if announced[name] != first[name]:
                 raise PluginError(
                     f"data-parallel ranks 0 and {rank.ready.rank} differ in {name}: "
-                    f"{getattr(ready, name)!r} and {getattr(rank.ready, name)!r}"
+                    f"{first[name]!r} and {announced[name]!r}"
                 )
     return ranks
 
@@ -129,19 +131,20 @@ def require_plugin(
 def require_wanted(options: RunOptions, ready: Ready) -> None:
     """Raise ConfigMismatch when the server captures something else than the user asked for."""
     differences = []
-    if options.model is not None and not same_model(options.model, ready.model_path):
-        differences.append(f"--model {options.model}: it serves {ready.model_path}")
+    if options.model is not None and not same_model(options.model, ready.model.path):
+        differences.append(f"--model {options.model}: it serves {ready.model.path}")
     if options.layers is not None:
-        boundaries = boundaries_of(options.layers, num_layers=ready.num_layers)
-        if boundaries != ready.boundaries:
+        boundaries = boundaries_of(options.layers, num_layers=ready.model.num_layers)
+        captured = ready.capture.boundaries
+        if boundaries != captured:
             differences.append(
-                f"--layers {options.layers}: it captures boundaries {list(ready.boundaries)}"
+                f"--layers {options.layers}: it captures boundaries {list(captured)}"
             )
-    if options.last_kind is not None and options.last_kind != ready.last_kind:
-        differences.append(f"--last {options.last_kind}: it keeps {ready.last_kind}")
+    if options.last_kind is not None and options.last_kind != ready.capture.last_kind:
+        differences.append(f"--last {options.last_kind}: it keeps {ready.capture.last_kind}")
     if differences:
         raise ConfigMismatch(
-            f"the server on port {ready.port} is not what was asked for:\n  "
+            f"the server on port {ready.process.port} is not what was asked for:\n  "
             + "\n  ".join(differences)
             + "\nStart another, name it with --server, or leave the option out."
         )
@@ -164,10 +167,10 @@ def limits_of(facts: ServerFacts, ready: Ready) -> Limits:
     if not bounds:
         raise PluginError("the server tells neither max_req_input_len nor context_length")
     longest = min(bounds)
-    chunk = ready.chunked_prefill_size
+    chunk = ready.engine.chunked_prefill_size
     return Limits(
         max_prompt_tokens=longest,
-        vocab_size=ready.vocab_size,
+        vocab_size=ready.model.vocab_size,
         chunk_tokens=chunk if chunk > 0 else longest,
     )
 
@@ -282,7 +285,7 @@ async def _probe(client: Client, target: Target, collector: Collector, request: 
 
 def _no_dump(target: Target, said: str) -> BadDumpDir | PluginError:
     """The error for a probe that the server has, as `said` tells, and that left no dump."""
-    directory, port = target.ranks[0].directory, target.ready.port
+    directory, port = target.ranks[0].directory, target.ready.process.port
     told = (
         f"the server at {target.url} {said}, but no dump of it arrived under {directory} in "
         f"{PROBE_TIMEOUT_S:.0f} s."

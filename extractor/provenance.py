@@ -24,7 +24,7 @@ from extractor.shards import open_shard_path, sealed_shard_path
 from manifest.owner import StoreOwner
 from manifest.records import ServerStart
 from manifest.store import Store
-from server_patch.dump_format import DumpHeader, LastKind, Ready
+from server_patch.dump_format import DumpHeader, LastKind, Ready, StateLayout
 
 _CANARY = "canary"
 #: Stored samples among which one of enough tokens is looked for.
@@ -212,10 +212,12 @@ def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
             rid=RID,
             start=0,
             rows=num_tokens,
-            boundaries=identity.boundaries,
-            hidden_size=identity.hidden_size,
-            dtype=identity.dtype,
-            last_kind=cast(LastKind, identity.last_kind),
+            layout=StateLayout(
+                boundaries=identity.boundaries,
+                hidden_size=identity.hidden_size,
+                dtype=identity.dtype,
+                last_kind=cast(LastKind, identity.last_kind),
+            ),
             boot_id=RID,
             rank=0,
             counter=0,

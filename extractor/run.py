@@ -231,7 +231,7 @@ async def _run(
         )
         for target in targets:
             provenance.check(target)
-            if target.ready.weights is None:
+            if target.ready.weights.id is None:
                 reporter.note(
                     f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
                     "only the canary can detect another checkpoint: see the server's log, or "
@@ -252,7 +252,7 @@ async def _run(
             await _seal_all(owner, options, left)
             return await _summary(owner, state)
         reporter.note(
-            f"{ready.model_path} at {', '.join(target.url for target in targets)}: "
+            f"{ready.model.path} at {', '.join(target.url for target in targets)}: "
             f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
             f"{state.counters.num_rows:,} rows, {state.counters.settled:,} settled before"
         )

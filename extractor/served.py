@@ -19,7 +19,7 @@ from server_patch.dump_format import Ready
 Facts = Mapping[str, Any]
 """JSON-ready, by name: `facts_of`."""
 
-#: Bound fields of READY.json.
+#: Bound keys of READY.json.
 BOUND: Final = ("architecture", "config_digest", "quantization", "kv_cache_dtype")
 #: Bound entries of its `settings`: precision, overrides of the model's configuration, adapters, and
 #: approximations of attention or experts.
@@ -67,9 +67,10 @@ class Difference:
 def facts_of(ready: Ready) -> dict[str, Any]:
     """The facts that a server start announced, as the manifest keeps them."""
     facts = {"tool_version": __version__}
-    facts |= {name: getattr(ready, name) for name in (*BOUND, *_RECORDED)}
+    announced = ready.to_document()
+    facts |= {name: announced[name] for name in (*BOUND, *_RECORDED)}
     # An older plugin announces no settings; a newer one always announces some.
-    return {**facts, "settings": dict(sorted(ready.settings.items())) or None}
+    return {**facts, "settings": dict(sorted(ready.engine.settings.items())) or None}
 
 
 def facts_of_identity(identity: Identity) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def facts_of_identity(identity: Identity) -> dict[str, Any]:
 
 def was_updated(ready: Ready) -> bool:
     """Whether the weights were updated in place since the server loaded them."""
-    return ready.weights is not None and "+" in ready.weights
+    return ready.weights.id is not None and "+" in ready.weights.id
 
 
 def differences(before: Facts, now: Facts) -> list[Difference]:

@@ -190,7 +190,7 @@ class ServerWatch:
             if not is_alive(rank.ready):
                 how = "was stopped" if self.is_draining else "died"
                 raise ServerGone(
-                    f"the server at {self._client.url} {how}: its process {rank.ready.pid} "
+                    f"the server at {self._client.url} {how}: its process {rank.ready.process.pid} "
                     f"is gone. {RESTART_ADVICE}"
                 )
 

@@ -21,8 +21,8 @@ from extractor.preflight import (
 )
 from extractor.progress import Say
 
-#: Fields that all servers of a run must share, besides the bound facts of `served`: everything that
-#: decides what is captured, and the versions.
+#: Keys of READY.json that all servers of a run must share, besides the bound facts of `served`:
+#: everything that decides what is captured, and the versions.
 ALIKE = (
     "model_path", "vocab_size", "num_layers", "hidden_size", "dtype", "boundaries", "last_kind",
     "engine_version", "plugin_version",
@@ -85,13 +85,15 @@ def require_alike(one: Target, other: Target) -> None:
     """Raise ConfigMismatch unless prompts may go to either of two servers."""
     if one.ready.boot_id == other.ready.boot_id and one.url != other.url:
         raise ConfigMismatch(
-            f"{one.url} and {other.url} are the same server (pid {one.ready.pid}): name it once."
+            f"{one.url} and {other.url} are the same server (pid {one.ready.process.pid}): "
+            "name it once."
         )
+    first, second = one.ready.to_document(), other.ready.to_document()
     differences = [
-        f"  {name}: {getattr(one.ready, name)!r} and {getattr(other.ready, name)!r}"
+        f"  {name}: {first[name]!r} and {second[name]!r}"
         for name in ALIKE
-        if getattr(one.ready, name) != getattr(other.ready, name)
-        and not (name == "model_path" and same_model(one.ready.model_path, other.ready.model_path))
+        if first[name] != second[name]
+        and not (name == "model_path" and same_model(one.ready.model.path, other.ready.model.path))
     ]
     differences += [
         f"  {difference.name}: {difference.before!r} and {difference.now!r}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import change_ready
 
 from extractor.doctor import examine
 from extractor.leftovers import (
@@ -31,7 +32,7 @@ async def announced(dump_root: Path, *, num_dumps: int = 0, **changes: object) -
         for number in range(num_dumps):
             server.dump(f"xtr-run-session-{number}-1", np.arange(4, dtype=np.int32))
         path = server.directory / READY_NAME
-        path.write_bytes(encode_ready(replace(decode_ready(path.read_bytes()), **changes)))  # type: ignore[arg-type]
+        path.write_bytes(encode_ready(change_ready(decode_ready(path.read_bytes()), **changes)))
     return server.directory
 
 
