@@ -10,6 +10,7 @@ from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.errors import ServerGone, ServerLost, SpaceError
 from extractor.core.events import Report
 from extractor.core.failure import Failure
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.dispatch.breaker import Breaker
 from extractor.dispatch.limiter import Limiter
 from extractor.dispatch.retry import RetryPolicy
@@ -17,7 +18,7 @@ from extractor.dispatch.scheduler import Gate, Turns
 from extractor.dumps.collector import Collected, Collector
 from extractor.dumps.discovery import is_alive
 from extractor.servers.client import Client
-from extractor.servers.probe import PROBE_TIMEOUT_S, PROBE_TOKENS, probe_ids, probe_request
+from extractor.servers.probe import PROBE_TOKENS, probe_ids, probe_request
 from extractor.servers.target import Target
 
 #: A server that answers nothing for this long is taken for dead although its process lives.
@@ -193,7 +194,8 @@ class ServerWatch:
             if not is_alive(rank.ready):
                 how = "was stopped" if self.is_draining else "died"
                 raise ServerGone(
-                    f"the server at {self._client.url} {how}: its process {rank.ready.pid} is gone",
+                    f"the server at {self._client.url} {how}: its process "
+                    f"{rank.ready.process.pid} is gone",
                     RESTART_ADVICE,
                 )
 
@@ -244,13 +246,13 @@ class ServerWatch:
         abandoned.add(request.rid)
         collected = self._collector.expect(request.rid, num_tokens=PROBE_TOKENS)
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
+            async with asyncio.timeout(DEFAULT_TIMINGS.probe.timeout_s):
                 reply: ReplyFacts | Collected = await self._client.generate(request)
                 if isinstance(reply, Failure) and reply.is_copy:
                     reply = await collected  # the reply goes to the sender of the first copy
         except TimeoutError:
             await self._client.abort(request.rid)
-            detail = f"no answer to a probe in {PROBE_TIMEOUT_S:.0f} s"
+            detail = f"no answer to a probe in {DEFAULT_TIMINGS.probe.timeout_s:.0f} s"
             self._breaker.unserved(now=loop.time())
             self._last_trouble = detail
             return

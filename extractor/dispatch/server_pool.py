@@ -43,7 +43,7 @@ from extractor.dumps.discovery import require_dump_directory
 from extractor.dumps.dump_reader import Rank
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
-from extractor.servers.target import Target, require_alike, require_no_stricter, require_target
+from extractor.servers.target import Target, check_compatible, require_no_stricter, require_target
 from manifest.records import Moved
 from manifest.states import Event, Reason
 from manifest.writer_thread import StoreOwner
@@ -349,7 +349,7 @@ class Fleet:
             try:
                 target = await require_target(member.client, self._options)
                 for other in (self._reference, *(exchange.target for exchange in self._up)):
-                    require_alike(other, target)
+                    check_compatible(other, target)
                 require_no_stricter(self.limits, target)
                 require_dump_directory(target.ranks)
                 if await member.client.is_draining():  # a probe would only keep it from its end

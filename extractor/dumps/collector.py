@@ -164,7 +164,7 @@ class Collector:
                 )
                 return
             case Match.COMPLETE | Match.WAITING as match:
-                if header.weights != rank.ready.weights:
+                if header.weights != rank.ready.weights.id:
                     raise ConfigMismatch(_weights_changed(header, rank.ready))
                 failure = check_header(header, rank.ready)
                 if failure is not None:
@@ -191,10 +191,10 @@ class Collector:
 
 def _weights_changed(header: DumpHeader, ready: Ready) -> str:
     return (
-        f"the weights of the server on port {ready.port} were updated during the run: they were "
-        f"{ready.weights} when it began, request {header.rid} ran on {header.weights}. No row of "
-        "the new weights was stored. Restart the server with the old weights and run the same "
-        "command, or use another --out for the new ones."
+        f"the weights of the server on port {ready.process.port} were updated during the run: they "
+        f"were {ready.weights.id} when it began, request {header.rid} ran on {header.weights}. "
+        "No row of the new weights was stored. Restart the server with the old weights and run the "
+        "same command, or use another --out for the new ones."
     )
 
 

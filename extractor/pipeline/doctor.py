@@ -69,19 +69,20 @@ async def examine(
             "plugin",
             _async(lambda: require_plugin(dump_root, url=url, facts=facts)),
             lambda ranks: (
-                f"version {ranks[0].ready.plugin_version}, {len(ranks)} writer(s), "
-                f"pid {ranks[0].ready.pid}, {ranks[0].directory}"
+                f"version {ranks[0].ready.capture.plugin_version}, {len(ranks)} writer(s), "
+                f"pid {ranks[0].ready.process.pid}, {ranks[0].directory}"
             ),
         )
         yield check
         if ranks is None:
             return
         ready = ranks[0].ready
+        layout = ready.layout
         yield Check(
             name="layers",
             problem=None,
-            detail=f"boundaries {list(ready.boundaries)} of {ready.num_layers} layers, last state "
-            f"{ready.last_kind}, {ready.dtype}, hidden size {ready.hidden_size}",
+            detail=f"boundaries {list(layout.boundaries)} of {ready.model.num_layers} layers, "
+            f"last state {layout.last_kind}, {layout.dtype}, hidden size {layout.hidden_size}",
         )
         check, limits = await _try(
             "limits",

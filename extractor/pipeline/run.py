@@ -207,8 +207,10 @@ async def _run(
             return await _summary(owner, state)
         targets = [member.target for member in members if member.target is not None]
         ready = targets[0].ready
-        identity = Identity.of(
-            ready,
+        identity = Identity(
+            model=ready.model,
+            boundaries=ready.capture.boundaries,
+            last_kind=ready.capture.last_kind,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
             reading=options.reading_document | ({NOW: renderer.now} if renderer.now else {}),
@@ -229,7 +231,7 @@ async def _run(
         )
         for target in targets:
             provenance.check(target)
-            if target.ready.weights is None:
+            if target.ready.weights.id is None:
                 reporter.report(
                     f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
                     "only the canary can detect another checkpoint: see the server's log, or "
@@ -250,8 +252,8 @@ async def _run(
             await _seal_all(owner, options, left)
             return await _summary(owner, state)
         reporter.report(
-            f"{ready.model_path} at {', '.join(target.url for target in targets)}: "
-            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
+            f"{ready.model.path} at {', '.join(target.url for target in targets)}: "
+            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {ready.model.dtype}; "
             f"{state.counters.num_rows:,} rows, {state.counters.settled:,} settled before"
         )
         if options.shm_budget_bytes is None:

@@ -95,7 +95,7 @@ def _of_dead_servers(root: Path) -> Iterator[Leftover]:
         num_dumps = len(_dumps(rank.directory))
         yield Leftover(
             path=rank.directory,
-            what=f"of the dead server {rank.ready.pid}, {counted(num_dumps, 'dump')}",
+            what=f"of the dead server {rank.ready.process.pid}, {counted(num_dumps, 'dump')}",
             size_bytes=_size(rank.directory),
             is_removable=True,
         )

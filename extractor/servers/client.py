@@ -292,7 +292,9 @@ class Client:
         """The error to raise for a request that got no answer."""
         if (limit := own_limit(error)) is not None:
             return limit
-        if (problem := await lasting_problem(self.url, error, tls_trial_s=self.timings.tls_trial_s)) is not None:
+        if (
+            problem := await lasting_problem(self.url, error, tls_trial_s=self.timings.tls_trial_s)
+        ) is not None:
             return BadAddress(problem)
         if isinstance(error, aiohttp.ClientConnectorDNSError):
             what = f"the host name of {self.url} cannot be resolved ({detail_of(error)}): check it"

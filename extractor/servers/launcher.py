@@ -211,7 +211,7 @@ class _Watch:
             if failed.directory.parent.name.startswith(self._boot_id):
                 raise PluginError(f"the plugin captures nothing: {failed.reason}")
         mine = [rank for rank in writers.alive if rank.ready.boot_id.startswith(self._boot_id)]
-        return bool(mine) and len(mine) >= mine[0].ready.dp_size
+        return bool(mine) and len(mine) >= mine[0].ready.engine.dp_size
 
 
 async def any_server_answers(urls: Sequence[str]) -> bool:

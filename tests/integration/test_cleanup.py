@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import change_ready
 
 from extractor.pipeline.doctor import examine
 from extractor.servers.cleanup import (
@@ -29,7 +29,7 @@ async def announced(dump_root: Path, *, num_dumps: int = 0, **changes: object) -
         for number in range(num_dumps):
             server.dump(f"xtr-run-session-{number}-1", np.arange(4, dtype=np.int32))
         path = server.directory / READY_NAME
-        path.write_bytes(encode_ready(replace(decode_ready(path.read_bytes()), **changes)))  # type: ignore[arg-type]
+        path.write_bytes(encode_ready(change_ready(decode_ready(path.read_bytes()), **changes)))
     return server.directory
 
 
