@@ -7,7 +7,7 @@ import json
 import random
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -19,7 +19,7 @@ from extractor.core.counters import Counters
 from extractor.core.identity import Identity
 from extractor.core.layout import Layout
 from extractor.core.locations import MANIFEST_NAME
-from extractor.core.run_options import RunOptions
+from extractor.core.run_options import Input, RunOptions
 from extractor.servers.server_facts import facts_of
 from extractor.testing.fake_server import FakeServer, fake_states
 from extractor.verify.audit import audit
@@ -99,16 +99,32 @@ def write_prompts(path: Path, prompts: Sequence[Ids]) -> Path:
 
 def options_for(server: FakeServer, prompts: Path, out: Path, **changes: Any) -> RunOptions:
     """A run against a fake server: rows of ids, so no tokenizer."""
-    values: dict[str, Any] = {
-        "prompts": (prompts,),
-        "out": out,
-        "server_urls": (server.url,),
-        "dump_root": server.directory.parents[1],
-        "tokenizer": "none",
-        "concurrency": 8,
-        **changes,
-    }
-    return RunOptions(**values)
+    plain = run_options(
+        prompts=(prompts,),
+        out=out,
+        server_urls=(server.url,),
+        dump_root=server.directory.parents[1],
+        tokenizer="none",
+        concurrency=8,
+    )
+    return changed(plain, **changes)
+
+
+def run_options(**values: Any) -> RunOptions:
+    """`RunOptions` by the names that the command's options have."""
+    return changed(RunOptions(input=Input(paths=(Path("p"),))), **values)
+
+
+def changed(options: RunOptions, **values: Any) -> RunOptions:
+    """`options` with other values, by the names that the command's options have."""
+    short = {"prompts": "paths", "out": "directory", "server_urls": "urls"}
+    values = {short.get(name, name): value for name, value in values.items()}
+    groups = {}
+    for name in ("input", "output", "servers", "load", "patience"):
+        group = getattr(options, name)
+        inner = {each.name for each in fields(group)} & values.keys()
+        groups[name] = replace(group, **{each: values.pop(each) for each in inner})
+    return replace(options, **groups, **values)
 
 
 @dataclass(frozen=True)

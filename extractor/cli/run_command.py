@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,15 @@ from extractor.core.bounds import MAX_COUNT, MAX_MOVERS, MAX_TOKENIZER_WORKERS
 from extractor.core.errors import UsageError
 from extractor.core.events import Reporter
 from extractor.core.locations import DEFAULT_OUT
-from extractor.core.run_options import DEFAULT_SHARD_BYTES, RunOptions
+from extractor.core.run_options import (
+    DEFAULT_SHARD_BYTES,
+    Input,
+    Load,
+    Output,
+    Patience,
+    RunOptions,
+    Servers,
+)
 from extractor.pipeline.dry_run import dry_run as dry_run_of
 from extractor.pipeline.run import RunSummary, run
 from extractor.servers.launcher import any_server_answers, free_port, running_server
@@ -189,15 +198,29 @@ def run_command(
         )
     arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
     options = RunOptions(
-        prompts=prompts,
-        server_urls=server_urls or (DEFAULT_SERVER_URL,),
-        model=model,
-        layers=layers,
-        last_kind=last_kind,
-        num_movers=num_movers or min(8, max(2, (os.cpu_count() or 1) // 4)),
-        reading=reading_from(values),
-        policy=policy_from(values),
-        **values,
+        input=Input(
+            paths=prompts,
+            reading=reading_from(values),
+            policy=policy_from(values),
+            tokenizer=values["tokenizer"],
+            tokenizer_workers=values["tokenizer_workers"],
+        ),
+        output=Output(directory=values["out"], shard_bytes=values["shard_bytes"]),
+        servers=Servers(
+            urls=server_urls or (DEFAULT_SERVER_URL,),
+            dump_root=values["dump_root"],
+            model=model,
+            layers=layers,
+            last_kind=last_kind,
+        ),
+        load=Load(
+            concurrency=values["concurrency"],
+            shm_budget_bytes=values["shm_budget_bytes"],
+            num_movers=num_movers or min(8, max(2, (os.cpu_count() or 1) // 4)),
+        ),
+        patience=Patience(**{field.name: values[field.name] for field in fields(Patience)}),
+        retry_failed=values["retry_failed"],
+        allow_model_change=values["allow_model_change"],
     )
     if dry_run:
         result = run_async(dry_run_of(options, reporter))
@@ -211,7 +234,7 @@ def run_command(
         serve_options = ServeOptions(
             model=model,
             port=free_port(),
-            dump_root=options.dump_root,
+            dump_root=options.servers.dump_root,
             layers=layers or DEFAULT_LAYERS,
             last_kind=last_kind or DEFAULT_LAST_KIND,
             arguments=arguments,
@@ -228,25 +251,25 @@ def run_command(
             reporter = Together(reporter, metrics)
         summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
     status = 1 if summary.num_failed else 0
-    document = summary.to_document(options.out)
+    document = summary.to_document(options.output.directory)
     if log_json:
         # For programs only: a person reads the summary.
         reporter.report("finished", event="finished", exit_status=status, **document)
     if as_json:
         print_json(document)
     else:
-        click.echo(summary.to_text(options.out))
+        click.echo(summary.to_text(options.output.directory))
     context.exit(status)
 
 
 async def _run(
     options: RunOptions, serve_options: ServeOptions | None, reporter: Reporter, *, is_named: bool
 ) -> RunSummary:
-    if serve_options is None or await any_server_answers(options.server_urls):
+    if serve_options is None or await any_server_answers(options.servers.urls):
         return await run(options, reporter)
     if is_named:
         reporter.report(
-            f"no server answers at {', '.join(options.server_urls)}; starting one of our own"
+            f"no server answers at {', '.join(options.servers.urls)}; starting one of our own"
         )
     async with running_server(serve_options, report=reporter.report) as server:
         return await run(options.with_server(server.url), reporter)

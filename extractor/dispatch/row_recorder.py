@@ -53,13 +53,13 @@ class Ledger:
             )
         )
         self._count_failed(row, refused.reason, refused.detail)
-        if self._counters.failed % REJECTIONS_PER_COMMIT == 0:
+        if self._counters.rows.failed % REJECTIONS_PER_COMMIT == 0:
             # Nothing else holds back the reading of a file of bad rows.
             await self._owner.drain()
 
     def count_stored(self, prompt: Prompt) -> None:
         """A sample is durable; the manifest has it already."""
-        self._counters.stored += 1
+        self._counters.rows.stored += 1
         self._counters.tokens += prompt.num_tokens
         self._counters.stored_bytes += sample_bytes(prompt.num_tokens, self._layout)
 
@@ -79,10 +79,10 @@ class Ledger:
         self._count_failed(prompt, failure.reason, failure.detail)
 
     def _count_failed(self, row: Prompt | BadRow, reason: Reason, detail: str) -> None:
-        self._counters.failed_by_reason[reason] += 1
+        self._counters.rows.failed_by_reason[reason] += 1
         if reason in ASKED_FOR:
             return
-        if self._counters.failed <= SHOWN_FAILURES:
+        if self._counters.rows.failed <= SHOWN_FAILURES:
             self._reporter.report(
                 f"{row.source}:{row.line}: {reason}: {detail}",
                 event="row_failed",
@@ -93,7 +93,7 @@ class Ledger:
                 reason=reason,
                 detail=detail,
             )
-        elif self._counters.failed == SHOWN_FAILURES + 1:
+        elif self._counters.rows.failed == SHOWN_FAILURES + 1:
             self._reporter.report("… further failed rows: see `extractor status`")
 
 

@@ -87,17 +87,18 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
 
     Raises InputError, TokenizerError, UsageError, ConfigMismatch.
     """
-    require_connections(options.concurrency, num_servers=len(options.server_urls))
-    concurrency = options.concurrency or PROBE_CONCURRENCY
-    if settled := _settled_in(options.out):
+    require_connections(options.load.concurrency, num_servers=len(options.servers.urls))
+    concurrency = options.load.concurrency or PROBE_CONCURRENCY
+    out = options.output.directory
+    if settled := _settled_in(out):
         reporter.report(
-            f"{options.out} has {counted(settled, 'row')} settled already, and a run leaves them "
-            "as they are; what follows is of all rows"
+            f"{out} has {counted(settled, 'row')} settled already, and a run leaves them as they "
+            "are; what follows is of all rows"
         )
     async with clients_of(
-        options.server_urls,
+        options.servers.urls,
         concurrency=concurrency,
-        request_timeout_s=options.request_timeout_s,
+        request_timeout_s=options.patience.request_timeout_s,
     ) as clients:
         around = await _surroundings(options, clients, reporter)
         forecast = await _forecast(options, around, reporter)
@@ -113,7 +114,7 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
         forecast=forecast,
         speed=speed,
         why_no_speed=around.why_no_speed or "no prompt could be sent.",
-        free_bytes=free_bytes(_nearest(options.out)),
+        free_bytes=free_bytes(_nearest(out)),
     )
 
 
@@ -136,7 +137,7 @@ async def _surroundings(
         return _Surroundings(tokenizer=await _tokenizer(options, clients), why_no_speed=str(error))
     targets = tuple(target for target in found if target is not None)
     return _Surroundings(
-        tokenizer=options.tokenizer or targets[0].facts.tokenizer_path,
+        tokenizer=options.input.tokenizer or targets[0].facts.tokenizer_path,
         limits=Limits.strictest([target.limits for target in targets]),
         layout=Layout.of(targets[0].ready),
         targets=targets,
@@ -145,8 +146,8 @@ async def _surroundings(
 
 async def _tokenizer(options: RunOptions, clients: Sequence[Client]) -> str:
     """That of the first server that answers."""
-    if options.tokenizer is not None:
-        return options.tokenizer
+    if options.input.tokenizer is not None:
+        return options.input.tokenizer
     for client in clients[:-1]:
         with suppress(ServerUnreachable):
             return (await client.facts()).tokenizer_path
@@ -154,13 +155,13 @@ async def _tokenizer(options: RunOptions, clients: Sequence[Client]) -> str:
 
 
 def _without_server(options: RunOptions) -> _Surroundings:
-    tokenizer = options.tokenizer or options.model
-    why = f"no server answers at {', '.join(options.server_urls)}."
+    tokenizer = options.input.tokenizer or options.servers.model
+    why = f"no server answers at {', '.join(options.servers.urls)}."
     if tokenizer is None:
         raise UsageError(f"{why} Name a --tokenizer (or none, for rows of ids), or a --model.")
-    if options.model is None or not (Path(options.model) / "config.json").is_file():
+    if options.servers.model is None or not (Path(options.servers.model) / "config.json").is_file():
         return _Surroundings(tokenizer=tokenizer, why_no_speed=why)
-    limits, layout = _from_model(Path(options.model), options)
+    limits, layout = _from_model(Path(options.servers.model), options)
     return _Surroundings(tokenizer=tokenizer, limits=limits, layout=layout, why_no_speed=why)
 
 
@@ -174,10 +175,10 @@ def _from_model(folder: Path, options: RunOptions) -> tuple[Limits | None, Layou
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise UsageError(f"{folder / 'config.json'}: no model's configuration ({error})") from error
     layout = Layout(
-        boundaries=boundaries_of(options.layers or DEFAULT_LAYERS, num_layers=num_layers),
+        boundaries=boundaries_of(options.servers.layers or DEFAULT_LAYERS, num_layers=num_layers),
         hidden_size=hidden_size,
         dtype=dtype,
-        last_kind=options.last_kind or DEFAULT_LAST_KIND,
+        last_kind=options.servers.last_kind or DEFAULT_LAST_KIND,
     )
     longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
     if not isinstance(longest, int) or not isinstance(vocab_size, int):
@@ -191,23 +192,23 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
     if around.layout is not None:
         room = Room(layout=around.layout, budget_bytes=_budget(options, around))
     forecast = Forecast(
-        admission=Admission(options.policy, around.limits, room),
+        admission=Admission(options.input.policy, around.limits, room),
         limits=around.limits,
         room=room,
-        num_held=num_places((options.concurrency or MOST_LIMIT) * len(options.server_urls)),
+        num_held=num_places((options.load.concurrency or MOST_LIMIT) * len(options.servers.urls)),
         light_bytes=LIGHT_BYTES,
-        shard_bytes=options.shard_bytes,
-        num_movers=options.num_movers,
+        shard_bytes=options.output.shard_bytes,
+        num_movers=options.load.num_movers,
     )
-    bound = token_bound(options.policy, around.limits)
-    renderer = await asyncio.to_thread(renderer_for, around.tokenizer, options.reading, bound)
+    bound = token_bound(options.input.policy, around.limits)
+    renderer = await asyncio.to_thread(renderer_for, around.tokenizer, options.input.reading, bound)
     with tempfile.TemporaryDirectory(prefix="dry-run-") as scratch:
         files = await asyncio.to_thread(
-            scan_prompts, options.prompts, options.reading, spool_directory=Path(scratch)
+            scan_prompts, options.input.paths, options.input.reading, spool_directory=Path(scratch)
         )
         num_rows = sum(file.num_rows for file in files)
         reporter.report(f"{counted(num_rows, 'row')} in {counted(len(files), 'file')}; tokenising")
-        workers = num_workers_for(num_rows, options.tokenizer_workers)
+        workers = num_workers_for(num_rows, options.input.tokenizer_workers)
         with prompts_of(files, renderer, num_workers=workers) as rows:
             async for row in in_thread(rows):
                 forecast.add(row)
@@ -218,10 +219,10 @@ def _budget(options: RunOptions, around: _Surroundings) -> int:
     if around.targets:
         assert around.limits is not None
         ranks = [rank for target in around.targets for rank in target.ranks]
-        return shm_budget(ranks, options.shm_budget_bytes, limits=around.limits)
-    if options.shm_budget_bytes is not None:
-        return options.shm_budget_bytes
-    return free_bytes(_nearest(options.dump_root)) // 2
+        return shm_budget(ranks, options.load.shm_budget_bytes, limits=around.limits)
+    if options.load.shm_budget_bytes is not None:
+        return options.load.shm_budget_bytes
+    return free_bytes(_nearest(options.servers.dump_root)) // 2
 
 
 async def _measured(

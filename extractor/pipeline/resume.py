@@ -74,15 +74,17 @@ class RunState:
             )
 
         state = await owner.call(read)
-        counters.num_rows = num_rows
-        counters.settled_before = state.settled.count(1) - counters.stored - counters.failed
+        counters.rows.total = num_rows
+        counters.rows.settled_before = (
+            state.settled.count(1) - counters.rows.stored - counters.rows.failed
+        )
         return state
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """These rows need work again."""
         for ordinal in ordinals:
             self.settled[ordinal] = 0
-        self.counters.settled_before -= len(ordinals)
+        self.counters.rows.settled_before -= len(ordinals)
 
     def settle(self, ordinal: int) -> None:
         """This row needs no more work."""
@@ -94,7 +96,7 @@ class RunState:
 
     @property
     def is_finished(self) -> bool:
-        return not self.is_new and self.counters.settled == self.counters.num_rows
+        return not self.is_new and self.counters.rows.settled == self.counters.rows.total
 
 
 async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunState) -> RunOptions:
@@ -102,12 +104,13 @@ async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunSt
 
     Unchanged if the user set another time, or the data set has none.
     """
-    if state.is_new or options.reading.now is not None:
+    if state.is_new or options.input.reading.now is not None:
         return options
     moment = (await begun_with_identity(owner)).reading.get(NOW)
     if moment is None:
         return options
-    return replace(options, reading=replace(options.reading, now=parse_moment(str(moment))))
+    reading = replace(options.input.reading, now=parse_moment(str(moment)))
+    return replace(options, input=replace(options.input, reading=reading))
 
 
 async def begin_or_continue(
@@ -215,12 +218,12 @@ async def require_same_inputs(
     now = replace(
         begun_with,
         inputs=tuple(file.digest for file in files),
-        reading={**options.reading_document, **clock},
+        reading={**options.input.document, **clock},
     )
     other_inputs = None
     if now.inputs != begun_with.inputs:
         other_inputs = difference_of(await owner.call(Store.sources), files)
-    now.require_same(begun_with, out=options.out, other_inputs=other_inputs)
+    now.require_same(begun_with, out=options.output.directory, other_inputs=other_inputs)
 
 
 def difference_of(before: Sequence[Source], now: Sequence[InputFile]) -> str:

@@ -87,7 +87,7 @@ class RunSummary:
             "duplicates": self.duplicates,
             "session": {
                 **session_document(counters),
-                "peak_shm_bytes": counters.peak_shm_bytes,
+                "peak_shm_bytes": counters.now.peak_shm_bytes,
                 "servers": [member.to_document() for member in self.members],
                 "commits": self.commits.to_document(),
             },
@@ -97,12 +97,15 @@ class RunSummary:
         """What `extractor run` prints at its end."""
         counters = self.counters
         lines = [totals_table(self.totals)]
-        if counters.stored:
+        if counters.rows.stored:
             residency = counters.stages[Stage.RESIDENCY]
             session = [
-                ("this session", f"{counters.stored:,} samples in {counters.seconds:.1f} s"),
+                (
+                    "this session",
+                    f"{counters.rows.stored:,} samples in {counters.pace.seconds:.1f} s",
+                ),
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
-                ("room held for dumps", f"{amount(counters.peak_shm_bytes)} at most"),
+                ("room held for dumps", f"{amount(counters.now.peak_shm_bytes)} at most"),
                 (
                     "a dump lay there",
                     f"{milliseconds(residency.quantile(0.5))} at the median, "
@@ -125,25 +128,25 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
     Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
     then stays, and the same call goes on.
     """
-    require_connections(options.concurrency, num_servers=len(options.server_urls))
+    require_connections(options.load.concurrency, num_servers=len(options.servers.urls))
     reporter = Together(reporter)
     try:
         files = await asyncio.to_thread(_scan, options)
     except asyncio.CancelledError:
-        if reads_stdin(options.prompts):
-            forget_spooled(options.out)  # the thread may read for as long as it likes
+        if reads_stdin(options.input.paths):
+            forget_spooled(options.output.directory)  # the thread may read for as long as it likes
         raise
-    prepare_out(options.out)
-    if (warning := manifest_warning(options.out)) is not None:
+    prepare_out(options.output.directory)
+    if (warning := manifest_warning(options.output.directory)) is not None:
         reporter.report(warning, level="warning")
     try:
-        with exclusive(options.out):
-            require_manifest(options.out)
-            with closing(LiveFile(options.out)) as live:
+        with exclusive(options.output.directory):
+            require_manifest(options.output.directory)
+            with closing(LiveFile(options.output.directory)) as live:
                 async with _open_manifest(options) as owner:
                     return await _run_until_done(options, Together(reporter, live), files, owner)
     except OSError as error:
-        raise storage_error(error, where=options.out) from error
+        raise storage_error(error, where=options.output.directory) from error
 
 
 async def _run_until_done(
@@ -155,10 +158,13 @@ async def _run_until_done(
         try:
             return await _run(options, reporter, files, owner, counters)
         except (ServerGone, ExceptionGroup) as error:
-            if not isinstance(gone := first_known(error), ServerGone) or not options.server_wait_s:
+            if (
+                not isinstance(gone := first_known(error), ServerGone)
+                or not options.patience.server_wait_s
+            ):
                 raise
             reporter.report(
-                f"{gone.what}\nwaiting up to {options.server_wait_s:.0f} s for it",
+                f"{gone.what}\nwaiting up to {options.patience.server_wait_s:.0f} s for it",
                 event="servers_gone",
                 level="warning",
             )
@@ -170,9 +176,11 @@ async def _run_until_done(
 
 
 def _scan(options: RunOptions) -> tuple[InputFile, ...]:
-    if reads_stdin(options.prompts):
-        prepare_out(options.out)
-    return scan_prompts(options.prompts, options.reading, spool_directory=options.out)
+    if reads_stdin(options.input.paths):
+        prepare_out(options.output.directory)
+    return scan_prompts(
+        options.input.paths, options.input.reading, spool_directory=options.output.directory
+    )
 
 
 async def _run(
@@ -184,16 +192,16 @@ async def _run(
 ) -> RunSummary:
     state = await RunState.load(owner, files, counters)
     if state.is_new:
-        require_begun(options.out)
+        require_begun(options.output.directory)
     else:
         await require_same_inputs(owner, options, files)
     options = await with_frozen_clock(owner, options, state)
-    left = await reconcile(owner, options.shards_path, report=reporter.report)
+    left = await reconcile(owner, options.output.shards_path, report=reporter.report)
     state.forget(left.lost)
     async with clients_of(
-        options.server_urls,
-        concurrency=options.concurrency or MOST_LIMIT,
-        request_timeout_s=options.request_timeout_s,
+        options.servers.urls,
+        concurrency=options.load.concurrency or MOST_LIMIT,
+        request_timeout_s=options.patience.request_timeout_s,
     ) as clients:
         try:
             members, renderer = await _preflight(options, clients, reporter, counters)
@@ -203,7 +211,11 @@ async def _run(
             reporter.report("Every row is settled already; the server was not needed.")
             await _seal_all(owner, options, left)
             begun_with = await begun_with_identity(owner)
-            (await Provenance.load(owner, options.out, begun_with, allow_change=False)).write()
+            (
+                await Provenance.load(
+                    owner, options.output.directory, begun_with, allow_change=False
+                )
+            ).write()
             return await _summary(owner, state)
         targets = [member.target for member in members if member.target is not None]
         ready = targets[0].ready
@@ -213,21 +225,21 @@ async def _run(
             last_kind=ready.capture.last_kind,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
-            reading=options.reading_document | ({NOW: renderer.now} if renderer.now else {}),
+            reading=options.input.document | ({NOW: renderer.now} if renderer.now else {}),
             inputs=tuple(file.digest for file in files),
         )
         identity = await begin_or_continue(
             owner,
-            options.out,
+            options.output.directory,
             identity,
             files,
             state,
             renderer,
             has_work=not state.is_finished or options.retry_failed,
         )
-        options.shards_path.mkdir(exist_ok=True)
+        options.output.shards_path.mkdir(exist_ok=True)
         provenance = await Provenance.load(
-            owner, options.out, identity, allow_change=options.allow_model_change
+            owner, options.output.directory, identity, allow_change=options.allow_model_change
         )
         for target in targets:
             provenance.check(target)
@@ -243,20 +255,20 @@ async def _run(
             # Only now: a command that is refused must leave the data set as it was.
             reopened = await owner.call(Store.reopen_failed)
             reporter.report(f"tried again: {counted(reopened, 'failed row')}")
-            counters.failed_by_reason.clear()
+            counters.rows.failed_by_reason.clear()
             state = await RunState.load(owner, files, counters)
         if state.is_finished:
-            remove_dumps_of_the_dead(options.dump_root, rid_prefix=rid_prefix(state.run_id))
+            remove_dumps_of_the_dead(options.servers.dump_root, rid_prefix=rid_prefix(state.run_id))
             for target in targets:
                 Collector(target.ranks, rid_prefix=rid_prefix(state.run_id)).sweep()
             await _seal_all(owner, options, left)
             return await _summary(owner, state)
         reporter.report(
-            f"{ready.model.path} at {', '.join(target.url for target in targets)}: "
-            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {ready.model.dtype}; "
-            f"{state.counters.num_rows:,} rows, {state.counters.settled:,} settled before"
+            f"{ready.model.path} at {', '.join(target.url for target in targets)}: boundaries "
+            f"{list(identity.boundaries)}, last {identity.last_kind}, {identity.model.dtype}; "
+            f"{state.counters.rows.total:,} rows, {state.counters.rows.settled:,} settled before"
         )
-        if options.shm_budget_bytes is None:
+        if options.load.shm_budget_bytes is None:
             ranks = [rank for target in targets for rank in target.ranks]
             if doubt := headroom(ranks).doubt:
                 reporter.report(f"{doubt} (or name --shm-budget)", level="warning")
@@ -282,7 +294,7 @@ async def _run(
 
 @asynccontextmanager
 async def _open_manifest(options: RunOptions) -> AsyncIterator[StoreOwner]:
-    owner = await StoreOwner.open(options.manifest_path)
+    owner = await StoreOwner.open(options.output.manifest_path)
     try:
         yield owner
     except BaseException:
@@ -298,7 +310,7 @@ async def _preflight(
     options: RunOptions, clients: Sequence[Client], reporter: Reporter, counters: Counters
 ) -> tuple[list[Member], Renderer]:
     """The servers, of which one at least is fit to run against."""
-    before = {server.url: server.num_prompts for server in counters.servers}
+    before = {server.url: server.num_prompts for server in counters.now.servers}
     targets = await require_targets(clients, options, report=reporter.report)
     for target in targets:
         if target is not None:
@@ -307,12 +319,12 @@ async def _preflight(
         Member(client=client, target=target, num_before=before.get(client.url, 0))
         for client, target in zip(clients, targets, strict=True)
     ]
-    tokenizer = options.tokenizer or next(
+    tokenizer = options.input.tokenizer or next(
         target.facts.tokenizer_path for target in targets if target is not None
     )
     limits = Limits.strictest([target.limits for target in targets if target is not None])
-    bound = token_bound(options.policy, limits)
-    return members, await asyncio.to_thread(renderer_for, tokenizer, options.reading, bound)
+    bound = token_bound(options.input.policy, limits)
+    return members, await asyncio.to_thread(renderer_for, tokenizer, options.input.reading, bound)
 
 
 async def _probe(members: Sequence[Member], provenance: Provenance, *, run_id: str) -> None:
@@ -349,7 +361,7 @@ async def _summary(
     members: tuple[Member, ...] = (),
 ) -> RunSummary:
     duplicates = None
-    if state.counters.stored:
+    if state.counters.rows.stored:
         duplicates = await owner.call(Store.count_duplicates)
     return RunSummary(
         totals=await owner.call(Store.totals),

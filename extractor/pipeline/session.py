@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from extractor.core.admission import Admission, Refusal, Room
+from extractor.core.counters import Moment
 from extractor.core.errors import Interrupted
 from extractor.core.events import Reporter
 from extractor.core.identity import Identity
@@ -91,15 +92,15 @@ class Session:
         )
         self._limits = self._fleet.limits
         self.budget = Budget(
-            shm_budget(self._fleet.ranks, options.shm_budget_bytes, limits=self._limits)
+            shm_budget(self._fleet.ranks, options.load.shm_budget_bytes, limits=self._limits)
         )
         self._ledger = Ledger(owner, state.counters, reporter, self._layout)
         self._movers = Movers(
             shard_settings(options, identity),
             owner,
-            count=options.num_movers,
+            count=options.load.num_movers,
             next_number=left.next_number,
-            rows_left=lambda: max(1, self._counters.num_rows - self._counters.settled),
+            rows_left=lambda: max(1, self._counters.rows.left),
             count_stored=self._ledger.count_stored,
             server_of=provenance.number_of,
             stages=self._counters.stages,
@@ -110,7 +111,7 @@ class Session:
             movers=self._movers,
             ledger=self._ledger,
             budget=self.budget,
-            policy=RetryPolicy(max_attempts=options.max_attempts),
+            policy=RetryPolicy(max_attempts=options.patience.max_attempts),
             stop=self._stop,
         )
 
@@ -118,12 +119,12 @@ class Session:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""
         await self._movers.open(self._left.open_shards)
         if not self._counters.sent:  # the speed is that of the work, not of its start
-            self._counters.started = time.monotonic()
+            self._counters.pace.started = time.monotonic()
         with stop_on_signals(self._stop):
             await self._run_until_settled(files)
         if self._stop.is_set():
             raise Interrupted(
-                f"stopped with {self._counters.settled:,} of {self._counters.num_rows:,} "
+                f"stopped with {self._counters.rows.settled:,} of {self._counters.rows.total:,} "
                 "rows settled; the same command goes on"
             )
 
@@ -169,7 +170,7 @@ class Session:
 
     async def _adopt(self, files: Sequence[InputFile], admission: Admission) -> None:
         """Store what an earlier session asked for and did not live to store; remove the rest."""
-        root, run_id = self._options.dump_root, self._state.run_id
+        root, run_id = self._options.servers.dump_root, self._state.run_id
         ranks = [*self._fleet.ranks, *scan_writers(root).dead]
         if self._state.is_new:
             await asyncio.to_thread(disown, ranks)
@@ -182,9 +183,9 @@ class Session:
             is_wanted=lambda ordinal: not self._state.is_settled(ordinal),
         )
         if adoptable:
-            num_before = self._counters.stored
+            num_before = self._counters.rows.stored
             await self._adopt_all(files, admission, adoptable)
-            num_adopted = self._counters.stored - num_before
+            num_adopted = self._counters.rows.stored - num_before
             self._reporter.report(f"{num_adopted} prompts had their dumps from an earlier session")
         remove_dumps_of_the_dead(root, rid_prefix=rid_prefix(run_id), known=ranks)
 
@@ -221,7 +222,7 @@ class Session:
 
     async def _admission(self) -> Admission:
         return Admission(
-            self._options.policy,
+            self._options.input.policy,
             self._limits,
             Room(layout=self._layout, budget_bytes=self.budget.total),
             seen=await self._seen_keys(),
@@ -231,11 +232,11 @@ class Session:
         self, files: Sequence[InputFile], admission: Admission, work: asyncio.TaskGroup
     ) -> None:
         sources = {file.path: number for number, file in enumerate(files)}
-        rows_left = self._counters.num_rows - self._counters.settled
+        rows_left = self._counters.rows.left
         with prompts_of(
             files,
             self._renderer,
-            num_workers=num_workers_for(rows_left, self._options.tokenizer_workers),
+            num_workers=num_workers_for(rows_left, self._options.input.tokenizer_workers),
             skip=self._state.is_settled,
         ) as rows:
             async for row in in_thread(rows):
@@ -266,7 +267,7 @@ class Session:
 
     async def _seen_keys(self) -> dict[bytes, int]:
         """The first row that gave each prompt so far; only where duplicates are left out."""
-        if self._options.policy.on_duplicate is not OnDuplicate.SKIP:
+        if self._options.input.policy.on_duplicate is not OnDuplicate.SKIP:
             return {}
 
         def read(store: Store) -> dict[bytes, int]:
@@ -287,12 +288,14 @@ class Session:
 
     def _observe(self) -> None:
         self._counters.observe(
-            servers=tuple(member.now for member in self._fleet.members),
-            shm_bytes=self.budget.used,
-            peak_shm_bytes=self.budget.peak,
-            budget_bytes=self.budget.total,
-            budget_queue=self.budget.num_waiting,
-            mover_queue=self._movers.backlog,
+            Moment(
+                servers=tuple(member.now for member in self._fleet.members),
+                budget_bytes=self.budget.total,
+                shm_bytes=self.budget.used,
+                peak_shm_bytes=self.budget.peak,
+                budget_queue=self.budget.num_waiting,
+                mover_queue=self._movers.backlog,
+            )
         )
 
     async def _enforce_drain(self) -> None:
@@ -312,8 +315,8 @@ class Session:
 def shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:
     """What every shard of the run has in common."""
     return ShardSettings(
-        directory=options.shards_path,
+        directory=options.output.shards_path,
         identity=identity,
-        shard_bytes=options.shard_bytes,
-        file_mode=options.file_mode,
+        shard_bytes=options.output.shard_bytes,
+        file_mode=options.output.file_mode,
     )

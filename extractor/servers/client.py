@@ -21,7 +21,7 @@ from extractor.core.errors import (
     ServerUnreachable,
     UsageError,
 )
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.humanize import amount
 from extractor.core.request import Request
 from extractor.core.timings import DEFAULT_TIMINGS, ClientTimings
@@ -151,29 +151,37 @@ class Client:
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             if (limit := own_limit(error)) is not None:
                 raise limit from error
-            # A server that took the prompt and is silent may choke on it; that counts. One that
-            # could not be reached says nothing of the prompt.
-            is_unreached = isinstance(error, aiohttp.ConnectionTimeoutError)
-            is_silent = isinstance(error, TimeoutError) and not is_unreached
-            return Failure(
-                reason=Reason.SERVER_ERROR,
-                detail=f"no complete reply in {self._request_timeout_s:g} s (--request-timeout)"
-                if is_silent
-                else transport_problem(error),
-                is_transport=not is_silent,
-                is_unsent=isinstance(error, aiohttp.ClientConnectorError) or is_unreached,
-                is_unanswered=True,
-            )
+            return self._no_answer(error)
         if not is_whole:
             return Failure(
                 reason=Reason.SERVER_ERROR,
+                kind=FailureKind.SERVER,
                 detail=f"the answer has more than {amount(MAX_REPLY_BYTES)}, where SGLang's has a "
                 "few hundred bytes: does something add states or log-probabilities to it?",
             )
         try:
             return _reply(object_of(data), rid=request.rid)
         except FieldError as error:
-            return Failure(reason=Reason.SERVER_ERROR, detail=f"not an answer of SGLang: {error}")
+            return Failure(
+                reason=Reason.SERVER_ERROR,
+                kind=FailureKind.SERVER,
+                detail=f"not an answer of SGLang: {error}",
+            )
+
+    def _no_answer(self, error: Exception) -> Failure:
+        """The failure of a request that ended without an HTTP response.
+
+        A server that took the prompt and is silent may choke on it, which counts as an attempt. A
+        server that could not be reached says nothing about the prompt.
+        """
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            kind, detail = FailureKind.UNSENT, transport_problem(error)
+        elif isinstance(error, TimeoutError):
+            kind = FailureKind.SILENT
+            detail = f"no complete reply in {self._request_timeout_s:g} s (--request-timeout)"
+        else:
+            kind, detail = FailureKind.BROKEN, transport_problem(error)
+        return Failure(reason=Reason.SERVER_ERROR, detail=detail, kind=kind)
 
     async def abort(self, rid: str) -> None:
         """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
@@ -363,7 +371,9 @@ def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
     answered = optional(text, document, "meta_info.id")
     if answered not in (None, rid):
         return Failure(
-            reason=Reason.SERVER_ERROR, detail=f"the answer is to request {answered!r:.80}"
+            reason=Reason.SERVER_ERROR,
+            kind=FailureKind.SERVER,
+            detail=f"the answer is to request {answered!r:.80}",
         )
     if optional(mapping, document, "meta_info.finish_reason") is not None:
         if text(document, "meta_info.finish_reason.type") == "abort":

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.errors import BadDumpDir, ExtractorError, PluginError, ServerLost
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.request import Request
 from extractor.core.rids import PROBE_SESSION, make_rid
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
@@ -127,7 +127,7 @@ class _Probe:
         """Send it until the server does not refuse it."""
         while True:
             reply = await self._client.generate(self._request)
-            if not (isinstance(reply, Failure) and reply.is_busy):
+            if not (isinstance(reply, Failure) and reply.kind.is_refusal):
                 self._refusal = None
                 return reply
             self._refusal = reply.detail
@@ -135,7 +135,7 @@ class _Probe:
 
     def _judge(self, reply: ReplyFacts | Failure) -> None:
         """Raise PluginError for a reply after which no dump comes."""
-        if isinstance(reply, Failure) and reply.is_copy:
+        if isinstance(reply, Failure) and reply.kind is FailureKind.COPY:
             # The reply goes to the sender of the first copy; its dump is proof enough.
             self._reaction = f"has a copy of the probe prompt at work ({reply.detail})"
             return
@@ -143,7 +143,7 @@ class _Probe:
         failure = reply if isinstance(reply, Failure) else None
         if isinstance(reply, ReplyFacts):
             failure = check_reply(reply, num_tokens=self._request.prompt.num_tokens)
-        elif not reply.is_unanswered:
+        elif not reply.kind.may_be_processed:
             self._collector.abandoned.discard(self._request.rid)
         if failure is not None:
             raise PluginError(f"the probe prompt failed: {failure.detail}")

@@ -13,7 +13,7 @@ from extractor.core.errors import ConfigMismatch, PluginError, ServerUnreachable
 from extractor.core.events import Report
 from extractor.core.request import Limits
 from extractor.core.rids import RID_PREFIX
-from extractor.core.run_options import RunOptions
+from extractor.core.run_options import RunOptions, Servers
 from extractor.dumps.discovery import ranks_of, scan_writers
 from extractor.dumps.dump_reader import Rank
 from extractor.servers import server_facts
@@ -56,7 +56,7 @@ async def require_targets(
     Waits up to `--server-wait` for the first answer. Raises ServerUnreachable if none answers,
     BadAddress, ConfigMismatch if two servers differ, and the errors of `require_target`.
     """
-    await wait_until_answering(clients, timeout_s=options.server_wait_s)
+    await wait_until_answering(clients, timeout_s=options.patience.server_wait_s)
     found = await asyncio.gather(
         *(require_target(client, options) for client in clients), return_exceptions=True
     )
@@ -91,12 +91,12 @@ async def require_target(client: Client, options: RunOptions) -> Target:
     """
     facts = await require_server(client, wait_s=0.0)
     ranks = require_plugin(
-        options.dump_root,
+        options.servers.dump_root,
         url=client.url,
         facts=facts,
-        others=[url for url in options.server_urls if url != client.url],
+        others=[url for url in options.servers.urls if url != client.url],
     )
-    require_wanted(options, ranks[0].ready)
+    require_wanted(options.servers, ranks[0].ready)
     return Target.of(client.url, facts, ranks)
 
 
@@ -185,20 +185,18 @@ def require_plugin(
     return ranks
 
 
-def require_wanted(options: RunOptions, ready: Ready) -> None:
+def require_wanted(wanted: Servers, ready: Ready) -> None:
     """Raise ConfigMismatch if the server captures something else than the user asked for."""
     differences = []
-    if options.model is not None and not same_model(options.model, ready.model.path):
-        differences.append(f"--model {options.model}: it serves {ready.model.path}")
-    if options.layers is not None:
-        boundaries = boundaries_of(options.layers, num_layers=ready.model.num_layers)
+    if wanted.model is not None and not same_model(wanted.model, ready.model.path):
+        differences.append(f"--model {wanted.model}: it serves {ready.model.path}")
+    if wanted.layers is not None:
+        boundaries = boundaries_of(wanted.layers, num_layers=ready.model.num_layers)
         captured = ready.capture.boundaries
         if boundaries != captured:
-            differences.append(
-                f"--layers {options.layers}: it captures boundaries {list(captured)}"
-            )
-    if options.last_kind is not None and options.last_kind != ready.capture.last_kind:
-        differences.append(f"--last {options.last_kind}: it keeps {ready.capture.last_kind}")
+            differences.append(f"--layers {wanted.layers}: it captures boundaries {list(captured)}")
+    if wanted.last_kind is not None and wanted.last_kind != ready.capture.last_kind:
+        differences.append(f"--last {wanted.last_kind}: it keeps {ready.capture.last_kind}")
     if differences:
         raise ConfigMismatch(
             f"the server on port {ready.process.port} is not what was asked for:\n  "

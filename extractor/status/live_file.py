@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from extractor.core.counters import Counters, ServerNow
+from extractor.core.counters import Counters, Moment, ServerNow
 from extractor.status.report import session_document
 from extractor.system.files import read_regular
 from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _document_like() -> dict[str, Any]:
     """An example document that has every field."""
     server = ServerNow(url="", is_up=True, in_flight=0, request_limit=0, num_prompts=0)
-    session = session_document(Counters(servers=(server,)))
+    session = session_document(Counters(now=Moment(servers=(server,))))
     return {
         "pid": 0, "pid_start_ticks": 0, "pid_namespace": "", "written_at": 0.0, "session": session,
     }  # fmt: skip

@@ -93,7 +93,7 @@ def _families(counters: Counters) -> Iterator[Metric]:
     for name, what, value in (
         ("tokens", "Tokens of stored samples, this session.", counters.tokens),
         ("stored_bytes", "Bytes of stored samples, this session.", counters.stored_bytes),
-        ("rows_stored", "Rows stored, this session.", counters.stored),
+        ("rows_stored", "Rows stored, this session.", counters.rows.stored),
         ("requests_sent", "Requests sent, this session.", counters.sent),
         ("requests_retried", "Requests that are made again, this session.", counters.retried),
     ):
@@ -102,19 +102,19 @@ def _families(counters: Counters) -> Iterator[Metric]:
         "extractor_rows_failed", "Rows given up, this session, by reason.", labels=["reason"]
     )
     for reason in Reason:  # those without a row too: a series that begins at 1 shows no increase
-        failed.add_metric([reason.value], counters.failed_by_reason[reason])
+        failed.add_metric([reason.value], counters.rows.failed_by_reason[reason])
     yield failed
     for name, what, value in (
-        ("rows", "Rows of the input.", counters.num_rows),
-        ("rows_settled", "Rows stored or given up, over all sessions.", counters.settled),
-        ("requests_in_flight", "Requests with the servers, all together.", counters.in_flight),
+        ("rows", "Rows of the input.", counters.rows.total),
+        ("rows_settled", "Rows stored or given up, over all sessions.", counters.rows.settled),
+        ("requests_in_flight", "Requests with the servers, all together.", counters.now.in_flight),
         (
             "requests_limit",
             "Requests that may be with the servers, all together.",
-            counters.request_limit,
+            counters.now.request_limit,
         ),
-        ("budget_bytes", "Bytes of dumps that are allowed at a time.", counters.budget_bytes),
-        ("budget_used_bytes", "Of these, what is taken or promised.", counters.shm_bytes),
+        ("budget_bytes", "Bytes of dumps that are allowed at a time.", counters.now.budget_bytes),
+        ("budget_used_bytes", "Of these, what is taken or promised.", counters.now.shm_bytes),
     ):
         yield GaugeMetricFamily(f"extractor_{name}", what, value=value)
     up = GaugeMetricFamily(
@@ -131,7 +131,7 @@ def _families(counters: Counters) -> Iterator[Metric]:
     answered = CounterMetricFamily(
         "extractor_server_prompts", "Prompts it answered, this session.", labels=["server"]
     )
-    for server in counters.servers:
+    for server in counters.now.servers:
         up.add_metric([server.url], server.is_up)
         in_flight.add_metric([server.url], server.in_flight)
         limit.add_metric([server.url], server.request_limit)
@@ -142,8 +142,8 @@ def _families(counters: Counters) -> Iterator[Metric]:
         "Prompts that wait for room in the budget; samples that wait for a mover.",
         labels=["queue"],
     )
-    queue.add_metric(["budget"], counters.budget_queue)
-    queue.add_metric(["mover"], counters.mover_queue)
+    queue.add_metric(["budget"], counters.now.budget_queue)
+    queue.add_metric(["mover"], counters.now.mover_queue)
     yield queue
     stages = HistogramMetricFamily(
         "extractor_stage_duration_seconds", "How long each stage takes.", labels=["stage"]

@@ -47,18 +47,18 @@ def session_document(counters: Counters) -> dict[str, Any]:
     Counts are of this session, but for `input_rows` and `settled_before`; `now` is of the moment.
     """
     return {
-        "input_rows": counters.num_rows,
-        "settled_before": counters.settled_before,
-        "stored": counters.stored,
-        "failed": counters.failed,
+        "input_rows": counters.rows.total,
+        "settled_before": counters.rows.settled_before,
+        "stored": counters.rows.stored,
+        "failed": counters.rows.failed,
         "failed_by_reason": {
-            reason.value: count for reason, count in sorted(counters.failed_by_reason.items())
+            reason.value: count for reason, count in sorted(counters.rows.failed_by_reason.items())
         },
         "sent": counters.sent,
         "retried": counters.retried,
         "tokens": counters.tokens,
         "bytes": counters.stored_bytes,
-        "seconds": counters.seconds,
+        "seconds": counters.pace.seconds,
         "tokens_per_s": counters.tokens_per_s,
         "stages": {
             stage.value: durations_document(durations)
@@ -75,14 +75,14 @@ def session_document(counters: Counters) -> dict[str, Any]:
                     "request_limit": server.request_limit,
                     "prompts": server.num_prompts,
                 }
-                for server in counters.servers
+                for server in counters.now.servers
             ],
-            "in_flight": counters.in_flight,
-            "request_limit": counters.request_limit,
-            "shm_bytes": counters.shm_bytes,
-            "budget_bytes": counters.budget_bytes,
-            "budget_queue": counters.budget_queue,
-            "mover_queue": counters.mover_queue,
+            "in_flight": counters.now.in_flight,
+            "request_limit": counters.now.request_limit,
+            "shm_bytes": counters.now.shm_bytes,
+            "budget_bytes": counters.now.budget_bytes,
+            "budget_queue": counters.now.budget_queue,
+            "mover_queue": counters.now.mover_queue,
         },
     }
 

@@ -32,13 +32,13 @@ class BarReporter:
     def update(self, counters: Counters) -> None:
         if self._bar is None:
             self._bar = tqdm(
-                total=counters.num_rows,
-                initial=counters.settled,  # tqdm takes what is beyond it for done since now
+                total=counters.rows.total,
+                initial=counters.rows.settled,  # tqdm takes what is beyond it for done since now
                 file=self._stream,
                 dynamic_ncols=True,
                 bar_format=f"{_BEFORE_BAR}{{bar}}{_AFTER_BAR}",
             )
-        self._bar.n = counters.settled
+        self._bar.n = counters.rows.settled
         self._bar.set_postfix_str(_that_fit(self._bar, _figures(counters)), refresh=False)
         self._bar.refresh()
 
@@ -65,8 +65,9 @@ class LineReporter:
         if self._clock() < self._next:
             return
         self._next = self._clock() + LINE_INTERVAL_S
+        settled, total = counters.rows.settled, counters.rows.total
         self.report(
-            f"{counters.settled:,}/{counters.num_rows:,} rows, {', '.join(_figures(counters))}",
+            f"{settled:,}/{total:,} rows, {', '.join(_figures(counters))}",
             event="progress",
             session=session_document(counters),
         )
@@ -141,10 +142,10 @@ def _that_fit(bar: tqdm[Never], figures: Sequence[str]) -> str:
 def _figures(counters: Counters) -> tuple[str, ...]:
     """The first are the most telling: where there is little room, the last are left out."""
     return (
-        f"{counters.failed:,} failed",
-        f"{counters.in_flight}/{counters.request_limit} in flight",
+        f"{counters.rows.failed:,} failed",
+        f"{counters.now.in_flight}/{counters.now.request_limit} in flight",
         f"{counters.pace.tokens_per_s:,.0f} tok/s",
-        f"shm {amount(counters.shm_bytes)}",
+        f"shm {amount(counters.now.shm_bytes)}",
         f"mean {counters.tokens_per_s:,.0f} tok/s",
         rate(counters.bytes_per_s),
     )

@@ -18,7 +18,7 @@ from extractor.core.errors import CorruptData, UsageError, storage_error
 from extractor.core.humanize import counted
 from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
-from extractor.core.run_options import RunOptions
+from extractor.core.run_options import DEFAULT_FILE_MODE, DEFAULT_SHARD_BYTES
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import shard_name
 from extractor.shards.strays import ManifestLost
@@ -138,8 +138,8 @@ class _Repairer:
         self._settings = ShardSettings(
             directory=out / SHARDS_DIRECTORY,
             identity=Identity.from_document(store.identity()),
-            shard_bytes=RunOptions.shard_bytes,
-            file_mode=RunOptions.file_mode,
+            shard_bytes=DEFAULT_SHARD_BYTES,
+            file_mode=DEFAULT_FILE_MODE,
         )
 
     def mend_manifest(self, rows: Collection[int]) -> None:

@@ -280,7 +280,7 @@ async def test_a_server_that_returns_is_proven_and_used_again(
 
     class Watching(Notes):
         def update(self, counters: Counters) -> None:
-            seen.append(counters.servers)
+            seen.append(counters.now.servers)
 
     notes = Watching()
     port = free_port()
@@ -569,8 +569,8 @@ async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
 
     class Watching(Notes):
         def update(self, counters: Counters) -> None:
-            seen.append(counters.servers)
-            if counters.stored:
+            seen.append(counters.now.servers)
+            if counters.rows.stored:
                 some_are_stored.set()
 
     async with process(dump_root, *SLOWLY) as one, process(dump_root, *SLOWLY) as other:
@@ -582,7 +582,7 @@ async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
         async with back.running(port=int(other.url.rpartition(":")[2])):
             summary = await running
     assert 0 < len(ordinals_sent(back.requests)) < len(prompts)
-    assert (summary.counters.settled_before, summary.counters.stored) == (0, len(prompts))
+    assert (summary.counters.rows.settled_before, summary.counters.rows.stored) == (0, len(prompts))
     ended = [counters for counters in seen if not any(server.is_up for server in counters)]
     for number, member in enumerate(summary.members):
         counted = [servers[number].num_prompts for servers in seen]

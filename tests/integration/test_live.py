@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 
 import extractor.status.live_file
 import extractor.status.watcher
-from extractor.core.counters import Counters, ServerNow, Stage
+from extractor.core.counters import Counters, Moment, Rows, ServerNow, Stage
 from extractor.core.errors import MissingExtra, OutputBusy, UsageError
 from extractor.pipeline.run import run
 from extractor.status.live_file import LIVE_NAME, LiveFile, live_problem, read_live
@@ -53,16 +53,25 @@ def written(file: LiveFile) -> None:
 
 
 def some_counters() -> Counters:
-    counters = Counters(num_rows=10, stored=4, tokens=400, stored_bytes=4000)
-    counters.failed_by_reason[Reason.TOO_LONG] += 1
+    counters = Counters(rows=Rows(total=10, stored=4), tokens=400, stored_bytes=4000)
+    counters.rows.failed_by_reason[Reason.TOO_LONG] += 1
     counters.observe(
-        servers=(
-            ServerNow(url="http://a:1", is_up=True, in_flight=3, request_limit=8, num_prompts=6),
-            ServerNow(url="http://b:2", is_up=False, in_flight=0, request_limit=0, num_prompts=4),
-        ),
-        shm_bytes=100, peak_shm_bytes=300, budget_bytes=1000, budget_queue=2,
-        mover_queue=5,
-    )  # fmt: skip
+        Moment(
+            servers=(
+                ServerNow(
+                    url="http://a:1", is_up=True, in_flight=3, request_limit=8, num_prompts=6
+                ),
+                ServerNow(
+                    url="http://b:2", is_up=False, in_flight=0, request_limit=0, num_prompts=4
+                ),
+            ),
+            shm_bytes=100,
+            peak_shm_bytes=300,
+            budget_bytes=1000,
+            budget_queue=2,
+            mover_queue=5,
+        )
+    )
     counters.stages[Stage.RESIDENCY].add(0.02)
     return counters
 
@@ -101,7 +110,7 @@ def test_it_is_written_once_a_second_however_often_the_run_reports(tmp_path: Pat
     counters, seen = some_counters(), set()
     for _ in range(30):
         clock.now += 0.1
-        counters.stored += 1
+        counters.rows.stored += 1
         file.update(counters)
         written(file)
         live = read_live(tmp_path)
@@ -397,7 +406,7 @@ def test_a_scrape_shows_the_counters_of_the_moment() -> None:
         assert server.url.startswith("http://127.0.0.1:")
         assert scraped(server.url) == {}
         metrics.update(counters)
-        counters.stored += 1
+        counters.rows.stored += 1
         values = scraped(server.url)
     none: frozenset[tuple[str, str]] = frozenset()
     assert values["extractor_rows_stored_total", none] == 5

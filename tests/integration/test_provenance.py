@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from helpers import (
     Ids,
     Notes,
     change_ready,
+    changed,
     make_prompts,
     options_for,
     ordinals_sent,
@@ -231,7 +231,7 @@ async def test_servers_of_one_run_whose_canaries_differ_are_refused_even_where_a
         one = await stack.enter_async_context(FakeServer(dump_root).running())
         two = await stack.enter_async_context(FakeServer(dump_root, model=DISGUISED).running())
         options = options_for(one, path, out, allow_model_change=True)
-        message = await refused(replace(options, server_urls=(one.url, two.url)), notes)
+        message = await refused(changed(options, server_urls=(one.url, two.url)), notes)
         assert f"the servers at {one.url} and {two.url} differ:\n  canary: " in message
         assert ordinals_sent([*one.requests, *two.requests]) == []
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Notes, options_for, read_samples, rows_of
+from helpers import Notes, changed, options_for, read_samples, rows_of
 from templates import QWEN3, tokenizer_for
 
 from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
@@ -154,8 +154,8 @@ async def test_a_template_without_a_clock_binds_no_time(
     async with FakeServer(dump_root).running() as server:
         for moment in (FIRST, LATER):
             options = wishes(server, prompts, out, now=moment)
-            plain = replace(options.reading, chat_template=None)
-            await run(replace(options, reading=plain), notes)
+            plain = replace(options.input.reading, chat_template=None)
+            await run(changed(options, reading=plain), notes)
     assert stated_time(out) is None
 
 

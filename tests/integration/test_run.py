@@ -18,15 +18,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+import extractor.dispatch.places
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
 from helpers import (
     LAYOUT,
     Ids,
     Notes,
     assert_whole,
+    changed,
     dumps_under,
     make_prompts,
     options_for,
@@ -38,11 +41,10 @@ from helpers import (
 )
 
 import extractor.dispatch.health
-import extractor.dispatch.places
 import extractor.dumps.dump_reader
 import extractor.intake.prompt_stream
-import extractor.servers.probe
 import extractor.shards.mover
+import extractor.shards.output_dir
 from extractor.core.errors import (
     BadDumpDir,
     ConfigMismatch,
@@ -60,7 +62,6 @@ from extractor.core.events import Reporter
 from extractor.core.layout import Layout
 from extractor.core.request import Limits, dump_bytes
 from extractor.core.rids import PROBE_SESSION
-from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
 from extractor.pipeline.dry_run import dry_run
 from extractor.pipeline.run import RunSummary, run
 from extractor.status.reporters import BarReporter, JsonReporter, LineReporter
@@ -282,7 +283,7 @@ async def test_dumps_never_exceed_the_byte_budget(
         summary = await run(options, notes)
     assert states_of(summary) == {State.STORED: 60}
     # The budget was needed, so that the test is about something.
-    assert budget // 2 < summary.counters.peak_shm_bytes <= budget
+    assert budget // 2 < summary.counters.now.peak_shm_bytes <= budget
     assert budget // 4 < server.peak_bytes <= budget
 
 
@@ -795,7 +796,7 @@ async def test_a_run_that_was_cut_off_goes_on_where_it_stopped(
         options = options_for(server, path, tmp_path / "out", shard_bytes=40_000)
         summary = await run(options, notes)
     assert sorted(ordinals_sent(server.requests)) == sorted(set(range(60)) - kept)
-    assert summary.counters.settled_before == len(kept)
+    assert summary.counters.rows.settled_before == len(kept)
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 
@@ -1045,9 +1046,9 @@ async def test_a_refused_retry_leaves_the_data_set_as_it_was(
         await run(options, notes)
         before = rows_of(tmp_path / "out")
         with pytest.raises(ConfigMismatch):
-            await run(replace(options, prompts=(other,), retry_failed=True), notes)
+            await run(changed(options, prompts=(other,), retry_failed=True), notes)
         with pytest.raises(ConfigMismatch):
-            await run(replace(options, layers="1,2", retry_failed=True), notes)
+            await run(changed(options, layers="1,2", retry_failed=True), notes)
     with pytest.raises(ServerUnreachable):
         await run(replace(options, retry_failed=True), notes)
     assert rows_of(tmp_path / "out") == before
@@ -1173,9 +1174,9 @@ async def test_a_server_that_captures_something_else_than_asked_is_refused(
     async with FakeServer(dump_root).running() as server:
         options = options_for(server, path, tmp_path / "out")
         with pytest.raises(ConfigMismatch, match=told):
-            await run(replace(options, **asked), notes)  # type: ignore[arg-type]
+            await run(changed(options, **asked), notes)
         assert server.requests == []
-        same = replace(options, model="fake/model", layers="1,2,3", last_kind="post")
+        same = changed(options, model="fake/model", layers="1,2,3", last_kind="post")
         assert states_of(await run(same, notes)) == {State.STORED: 1}
 
 
@@ -1350,7 +1351,7 @@ async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out")
-        monkeypatch.setattr(extractor.servers.probe, "free_bytes", lambda path: 1 << 20)
+        monkeypatch.setattr(extractor.shards.output_dir, "free_bytes", lambda path: 1 << 20)
         with pytest.raises(
             SpaceError, match=r"only 1\.0 MiB free, a run begins with 64\.0 MiB at least"
         ):

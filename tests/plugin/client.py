@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from helpers import Ids, Notes, read_samples
+from helpers import Ids, Notes, read_samples, run_options
 
-from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import RunSummary, run
 from plugin.reference import Reference
 from plugin.serving import Serving
@@ -21,7 +20,7 @@ def extract(server: Serving, prompts: Path, out: Path, **options: Any) -> RunSum
     """`extractor run` on rows of ids."""
     return asyncio.run(
         run(
-            RunOptions(
+            run_options(
                 prompts=(prompts,),
                 out=out,
                 server_urls=(server.url,),
