@@ -102,7 +102,9 @@ async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engi
                     ranks = tuple(r for r in writers.alive if r.ready.boot_id.startswith(boot_id))
                     if any(failed.directory.parent.name == boot_id for failed in writers.failed):
                         raise Failed(f"{spec.name}: {writers.failed}")
-                    if spec.dump_root is None or (ranks and len(ranks) == ranks[0].ready.dp_size):
+                    if spec.dump_root is None or (
+                        ranks and len(ranks) == ranks[0].ready.engine.dp_size
+                    ):
                         break
                 await asyncio.sleep(1.0)
             start_s = time.monotonic() - begun

@@ -27,7 +27,14 @@ from manifest.records import Row, ServerStart
 from manifest.states import State
 from manifest.store import Store
 from prompts.types import Prompt
-from server_patch.dump_format import FORMAT_VERSION, DumpHeader, Ready
+from server_patch.dump_format import (
+    FORMAT_VERSION,
+    DumpHeader,
+    Ready,
+    StateLayout,
+    decode_ready,
+    encode_ready,
+)
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 #: 16-bit floats are compared as bit patterns.
@@ -255,7 +262,8 @@ def make_identity(**changes: Any) -> Identity:
         "inputs": ("i",),
         **changes,
     }
-    return Identity(**values)
+    lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+    return Identity.from_document(values | lists)
 
 
 def make_start(
@@ -279,20 +287,23 @@ def make_header(**changes: Any) -> DumpHeader:
         "rid": "xtr-run-session-0-1",
         "start": 0,
         "rows": 3,
+        "boot_id": "boot",
+        "rank": 0,
+        "counter": 7,
+    }
+    layout: dict[str, Any] = {
         "boundaries": (1, 2, 3),
         "hidden_size": 8,
         "dtype": "BF16",
         "last_kind": "post",
-        "boot_id": "boot",
-        "rank": 0,
-        "counter": 7,
-        **changes,
     }
-    return DumpHeader(**values)
+    layout |= {name: changes.pop(name) for name in layout if name in changes}
+    return DumpHeader(**{**values, **changes}, layout=StateLayout(**layout))
 
 
 def make_ready(**changes: Any) -> Ready:
-    values: dict[str, Any] = {
+    """`changes` are keys of READY.json."""
+    document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "boot_id": "boot",
         "rank": 0,
@@ -320,6 +331,10 @@ def make_ready(**changes: Any) -> Ready:
         "radix_cache": False,
         "ring_bytes": 0,
         "num_writers": 1,
-        **changes,
     }
-    return Ready(**values)
+    return decode_ready(json.dumps({**document, **changes}).encode())
+
+
+def change_ready(ready: Ready, **changes: Any) -> Ready:
+    """`ready` with other values for some keys of READY.json."""
+    return decode_ready(json.dumps({**json.loads(encode_ready(ready)), **changes}).encode())

@@ -48,8 +48,14 @@ def check_reply(facts: ReplyFacts, *, num_tokens: int) -> Failure | None:
 
 def check_header(header: DumpHeader, ready: Ready) -> Failure | None:
     """Whether a dump has the layout that its writer announced."""
-    for name in ("boot_id", "rank", "boundaries", "hidden_size", "dtype", "last_kind"):
-        found, announced = getattr(header, name), getattr(ready, name)
+    for name, found, announced in (
+        ("boot_id", header.boot_id, ready.boot_id),
+        ("rank", header.rank, ready.rank),
+        ("boundaries", header.layout.boundaries, ready.layout.boundaries),
+        ("hidden_size", header.layout.hidden_size, ready.layout.hidden_size),
+        ("dtype", header.layout.dtype, ready.layout.dtype),
+        ("last_kind", header.layout.last_kind, ready.layout.last_kind),
+    ):
         if found != announced:
             return Failure(
                 reason=Reason.WRONG_LAYOUT,

@@ -23,6 +23,7 @@ from extractor.servers.target import Target
 from manifest.states import Reason
 
 RESTART_ADVICE = "Restart it and run the same command again; nothing stored is sent twice."
+LOG_ADVICE = "See its log; the same command goes on."
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +124,9 @@ class Monitor:
             if not is_alive(rank.ready):
                 how = "was stopped" if self._health.state is HealthState.STOPPING else "died"
                 raise ServerGone(
-                    f"the server at {self._client.url} {how}: its process {rank.ready.pid} "
-                    f"is gone. {RESTART_ADVICE}"
+                    f"the server at {self._client.url} {how}: its process "
+                    f"{rank.ready.process.pid} is gone",
+                    RESTART_ADVICE,
                 )
 
     def _error(self, ending: Ending) -> ExtractorError:
@@ -132,16 +134,16 @@ class Monitor:
         trouble = f"{health.trouble_s(now=_now()):.0f} s (last: {health.last_trouble})"
         match ending:
             case Ending.GONE:
-                return ServerGone(f"{server} has not answered for {trouble}. {RESTART_ADVICE}")
+                return ServerGone(f"{server} has not answered for {trouble}", RESTART_ADVICE)
             case Ending.USELESS:
                 return ServerLost(
-                    f"{server} answers, but has served nothing for {trouble}. "
-                    "See its log; the same command goes on."
+                    f"{server} answers, but has served nothing for {trouble}", LOG_ADVICE
                 )
             case Ending.NOT_STOPPED:
                 return ServerLost(
                     f"{server} is shutting down, and has not ended in "
-                    f"{health.stopping_s(now=_now()):.0f} s. See its log; the same command goes on."
+                    f"{health.stopping_s(now=_now()):.0f} s",
+                    LOG_ADVICE,
                 )
             case Ending.NO_SPACE:
                 return SpaceError(

@@ -31,7 +31,7 @@ from extractor.system.files import open_regular, read_into, write_whole
 from manifest.records import ServerStart
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
-from server_patch.dump_format import DumpHeader, LastKind, Ready
+from server_patch.dump_format import DumpHeader, LastKind, Ready, StateLayout
 
 _CANARY = "canary"
 #: Stored samples among which one of enough tokens is looked for.
@@ -219,10 +219,12 @@ def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
             rid=RID,
             start=0,
             rows=num_tokens,
-            boundaries=identity.boundaries,
-            hidden_size=identity.hidden_size,
-            dtype=identity.dtype,
-            last_kind=cast(LastKind, identity.last_kind),
+            layout=StateLayout(
+                boundaries=layout.boundaries,
+                hidden_size=layout.hidden_size,
+                dtype=layout.dtype,
+                last_kind=cast(LastKind, layout.last_kind),
+            ),
             boot_id=RID,
             rank=0,
             counter=0,

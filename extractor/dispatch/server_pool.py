@@ -42,7 +42,7 @@ from extractor.dumps.dump_reader import DumpPiece, Rank
 from extractor.servers.probe import require_probe
 from extractor.servers.target import (
     Target,
-    require_alike,
+    check_compatible,
     require_no_stricter,
     require_target,
 )
@@ -261,7 +261,7 @@ class ServerPool:
                 self._report(f"no server is left of {urls}")
             raise error
         self._report(
-            f"{str(error).partition('. ')[0]}. The run goes on with "
+            f"{error.what}. The run goes on with "
             f"{', '.join(other.url for other in self.servers if other.connection is not None)}, "
             f"and uses {server.url} again when a server is back there.",
             event="server_lost",
@@ -294,7 +294,7 @@ class ServerPool:
         """The server at the address, checked as at the start of the run. Raises ExtractorError."""
         target = await require_target(server.client, self._options)
         for other in (self.reference, *(connection.target for connection in self._up)):
-            require_alike(other, target)
+            check_compatible(other, target)
         require_no_stricter(self.limits, target)
         require_dump_directory(target.ranks)
         if await server.client.is_draining():  # a probe would only keep it from its end

@@ -26,7 +26,6 @@ from extractor.core.identity import Identity
 from extractor.core.request import Limits
 from extractor.core.rids import rid_prefix
 from extractor.core.run_options import RunOptions
-from extractor.dispatch.health import RESTART_ADVICE
 from extractor.dispatch.limiter import MOST_LIMIT
 from extractor.dispatch.provenance import Provenance
 from extractor.dispatch.server_pool import Member, require_connections
@@ -167,9 +166,8 @@ async def _run_until_done(
                 or not options.patience.server_wait_s
             ):
                 raise
-            what = str(gone).removesuffix(RESTART_ADVICE).rstrip()
             reporter.report(
-                f"{what}\nwaiting up to {options.patience.server_wait_s:.0f} s for it",
+                f"{gone.what}\nwaiting up to {options.patience.server_wait_s:.0f} s for it",
                 event="servers_gone",
                 level="warning",
             )
@@ -228,8 +226,10 @@ async def _run(
             return await _summary(owner, state)
         targets = [member.target for member in members if member.target is not None]
         ready = targets[0].ready
-        identity = Identity.of(
-            ready,
+        identity = Identity(
+            model=ready.model,
+            boundaries=ready.capture.boundaries,
+            last_kind=ready.capture.last_kind,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
             reading=options.input.document | ({NOW: renderer.now} if renderer.now else {}),
@@ -250,7 +250,7 @@ async def _run(
         )
         for target in targets:
             provenance.check(target)
-            if target.ready.weights is None:
+            if target.ready.weights.id is None:
                 reporter.report(
                     f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
                     "only the canary can detect another checkpoint: see the server's log, or "
@@ -271,8 +271,8 @@ async def _run(
             await _seal_all(owner, options, left)
             return await _summary(owner, state)
         reporter.report(
-            f"{ready.model_path} at {', '.join(target.url for target in targets)}: "
-            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
+            f"{ready.model.path} at {', '.join(target.url for target in targets)}: boundaries "
+            f"{list(identity.boundaries)}, last {identity.last_kind}, {identity.model.dtype}; "
             f"{state.counters.rows.total:,} rows, {state.counters.rows.settled:,} settled before"
         )
         if options.load.shm_budget_bytes is None:

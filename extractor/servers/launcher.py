@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageError
 from extractor.dumps.discovery import scan_writers
-from extractor.servers.cleanup import Journal, remove_useless
+from extractor.servers.cleanup import remove_useless
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.sglang_flags import ServeOptions
@@ -108,8 +108,6 @@ async def running_server(
             log_path.unlink()  # kept when something went wrong
     finally:
         _remove_dumps(options.dump_root, boot_id)
-        # Behind the server: until it is stopped, `extractor doctor` may need to know of it.
-        Journal.path(options.dump_root, boot_id).unlink(missing_ok=True)
 
 
 class _Watch:
@@ -169,9 +167,6 @@ class _Watch:
     def _reach(self, stage: Stage) -> None:
         now = time.monotonic()
         self._report(f"{now - self._began_s:7.1f} s  {stage.title}")
-        journal = Journal.of(self._process.pid, self._process.shared_memory_inodes())
-        if journal is not None and self._options.dump_root.exists():  # the plugin makes it
-            journal.write(self._options.dump_root, self._boot_id)
         self._stage = stage
         self._reached_s = self._sign_s = self._told_s = now
 
@@ -216,7 +211,7 @@ class _Watch:
             if failed.directory.parent.name.startswith(self._boot_id):
                 raise PluginError(f"the plugin captures nothing: {failed.reason}")
         mine = [rank for rank in writers.alive if rank.ready.boot_id.startswith(self._boot_id)]
-        return bool(mine) and len(mine) >= mine[0].ready.dp_size
+        return bool(mine) and len(mine) >= mine[0].ready.engine.dp_size
 
 
 async def any_server_answers(urls: Sequence[str]) -> bool:

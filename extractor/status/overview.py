@@ -46,10 +46,10 @@ class Status:
     def to_document(self) -> dict[str, Any]:
         """The stable JSON of `extractor status --json`."""
         return {
-            "model": self.identity.model,
+            "model": self.identity.model.path,
             "boundaries": list(self.identity.boundaries),
             "last_kind": self.identity.last_kind,
-            "dtype": self.identity.dtype,
+            "dtype": self.identity.model.dtype,
             "input_rows": self.num_rows,
             "unread": self.num_unread,
             **totals_document(self.totals),

@@ -182,8 +182,8 @@ class ShardAuditor:
         problem = None
         if not is_mask or prompt_key(ids, mask) != row.key:
             problem = "ids and mask are not those of the prompt"
-        elif (ids < 0).any() or (ids >= self._identity.vocab_size).any():
-            problem = f"ids outside the vocabulary of {self._identity.vocab_size}"
+        elif (ids < 0).any() or (ids >= self._identity.model.vocab_size).any():
+            problem = f"ids outside the vocabulary of {self._identity.model.vocab_size}"
         elif (trained := int(mask.sum())) != row.num_trained:
             problem = f"its mask trains {trained} tokens, the manifest says {row.num_trained}"
         if problem is not None:

@@ -98,7 +98,7 @@ def ids_of(length: int, seed: int = 1) -> list[int]:
 
 
 async def test_a_server_and_its_plugin_say_the_same_of_the_model(talk: Talk) -> None:
-    assert talk.ready.model_path == talk.facts.model_path
+    assert talk.ready.model.path == talk.facts.model_path
     assert talk.ready.rank == 0
     assert talk.facts.context_length is not None
     assert talk.limits.max_prompt_tokens < talk.facts.context_length

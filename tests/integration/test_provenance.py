@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from helpers import (
     LAYOUT,
     Ids,
     Notes,
+    change_ready,
     changed,
     make_prompts,
     options_for,
@@ -215,8 +215,8 @@ async def test_data_parallel_ranks_that_differ_are_refused_by_field(
         second = server.directory.with_name("1")
         second.mkdir()
         for directory, rank in (
-            (server.directory, replace(ready, dp_size=2)),
-            (second, replace(ready, dp_size=2, rank=1, **{field: value})),  # type: ignore[arg-type]
+            (server.directory, change_ready(ready, dp_size=2)),
+            (second, change_ready(ready, dp_size=2, rank=1, **{field: value})),
         ):
             (directory / "READY.json").write_bytes(encode_ready(rank))
         with pytest.raises(PluginError, match=f"ranks 0 and 1 differ in {field}: "):
