@@ -15,7 +15,7 @@ from extractor.dispatch.row_recorder import Ledger
 from extractor.dispatch.server_pool import Fleet
 from extractor.dumps.collector import Collected
 from extractor.dumps.dump_reader import DumpPiece
-from extractor.shards.mover import Movers
+from extractor.shards.mover_pool import MoverPool
 from manifest.states import Event, Reason
 from prompts.types import Prompt
 
@@ -25,7 +25,7 @@ class Attempts:
     """Sends prompts and stores what comes back, again and again where that may help."""
 
     fleet: Fleet
-    movers: Movers
+    movers: MoverPool
     ledger: Ledger
     budget: Budget  # bytes under the dump root
     policy: RetryPolicy

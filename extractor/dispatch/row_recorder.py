@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+
 from extractor.core.admission import Refusal
 from extractor.core.counters import Counters
 from extractor.core.events import Reporter
 from extractor.core.failure import Failure
-from extractor.core.layout import Layout
-from extractor.shards.format import sample_bytes
+from extractor.shards.mover import DurableSample
 from manifest.records import Failed, Moved, Planned, Rejected
 from manifest.states import ASKED_FOR, Event, Reason
 from manifest.writer_thread import StoreOwner
@@ -22,12 +24,18 @@ class Ledger:
     """Keeps the manifest, the counters and a person in step."""
 
     def __init__(
-        self, owner: StoreOwner, counters: Counters, reporter: Reporter, layout: Layout
+        self,
+        owner: StoreOwner,
+        counters: Counters,
+        reporter: Reporter,
+        *,
+        server_of: Callable[[str], int | None],
     ) -> None:
+        """`server_of`: boot id -> number of the recorded server start."""
         self._owner = owner
         self._counters = counters
         self._reporter = reporter
-        self._layout = layout
+        self.server_of = server_of
 
     def plan(self, prompt: Prompt, row: Prompt | BadRow, *, source: int) -> None:
         """A prompt is to be sent; `row`: the same before it was cut."""
@@ -57,11 +65,33 @@ class Ledger:
             # Nothing else holds back the reading of a file of bad rows.
             await self._owner.drain()
 
-    def count_stored(self, prompt: Prompt) -> None:
-        """A sample is durable; the manifest has it already."""
-        self._counters.rows.stored += 1
-        self._counters.tokens += prompt.num_tokens
-        self._counters.stored_bytes += sample_bytes(prompt.num_tokens, self._layout)
+    async def store(self, samples: Sequence[DurableSample]) -> None:
+        """Commit samples whose bytes are durable, and count them."""
+        try:
+            await self._owner.commit(
+                *(
+                    change
+                    for sample in samples
+                    for change in (
+                        Moved(
+                            ordinal=sample.prompt.ordinal,
+                            event=Event.VERIFY,
+                            attempts=sample.attempts,
+                        ),
+                        sample.stored,
+                    )
+                )
+            )
+        except asyncio.CancelledError:
+            # The commit goes on, and the session may, when a server returns.
+            self._count_stored(samples)
+            raise
+        self._count_stored(samples)
+
+    def _count_stored(self, samples: Sequence[DurableSample]) -> None:
+        self._counters.rows.stored += len(samples)
+        self._counters.tokens += sum(sample.prompt.num_tokens for sample in samples)
+        self._counters.stored_bytes += sum(sample.stored.size_bytes for sample in samples)
 
     def count_retry(self) -> None:
         self._counters.retried += 1

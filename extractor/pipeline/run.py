@@ -46,7 +46,7 @@ from extractor.servers.client import Client, clients_of
 from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import require_targets
-from extractor.shards.mover import seal_left_open
+from extractor.shards.sequence import seal_left_open
 from extractor.shards.output_dir import manifest_warning, prepare_out
 from extractor.shards.recovery import Reconciled, reconcile
 from extractor.shards.strays import require_begun, require_manifest
@@ -351,7 +351,7 @@ async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) ->
     """Seal every shard: no row is left to store."""
     settings = shard_settings(options, await begun_with_identity(owner))
     for found in left.open_shards:
-        await seal_left_open(settings, owner, found.shard, found.rows)
+        await seal_left_open(settings, owner, found)
 
 
 async def _summary(

@@ -34,7 +34,7 @@ from extractor.dumps.dump_reader import DumpPiece, disown
 from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of
 from extractor.pipeline.resume import RunState
 from extractor.servers.shm_budget import shm_budget
-from extractor.shards.mover import Movers
+from extractor.shards.mover_pool import MoverPool
 from extractor.shards.recovery import Reconciled
 from extractor.shards.writer import ShardSettings
 from extractor.system.signals import stop_on_signals
@@ -66,6 +66,7 @@ class Session:
         reporter: Reporter,
         state: RunState,
         left: Reconciled,
+        timings: Timings,
     ) -> None:
         self._options = options
         self._layout = identity.layout
@@ -94,17 +95,18 @@ class Session:
         self.budget = Budget(
             shm_budget(self._fleet.ranks, options.load.shm_budget_bytes, limits=self._limits)
         )
-        self._ledger = Ledger(owner, state.counters, reporter, self._layout)
-        self._movers = Movers(
+        self._ledger = Ledger(
+            owner, state.counters, reporter, server_of=provenance.number_of
+        )
+        self._movers = MoverPool(
             shard_settings(options, identity),
             owner,
+            self._ledger,
+            state.counters,
             count=options.load.num_movers,
             next_number=left.next_number,
-            rows_left=lambda: max(1, self._counters.rows.left),
-            count_stored=self._ledger.count_stored,
-            server_of=provenance.number_of,
-            stages=self._counters.stages,
             budget_bytes=self.budget.total,
+            batches=timings.batches,
         )
         self._attempts = Attempts(
             fleet=self._fleet,
