@@ -23,7 +23,7 @@ from benchmarks.command import command_parser, number_from, run_command
 from extractor.core.layout import Layout
 from extractor.testing.fake_server import FakeModel, FakeServer, Fault
 from server_patch.dump_format import DumpHeader, dump_name, encode_header
-from server_patch.files import Buffer, write_whole
+from server_patch.durable_files import Buffer, write_whole
 
 VOCAB_SIZE = 32_000
 CONTEXT_LENGTH = 131_072

@@ -111,7 +111,7 @@ def writer_pids(ranks: Sequence[Rank]) -> Iterator[int]:
     """The writer processes: the schedulers' children that run our scribe."""
     for rank in ranks:
         for child in psutil.Process(rank.ready.pid).children():
-            if any("server_patch.scribe" in argument for argument in child.cmdline()):
+            if any("server_patch.writer_process" in argument for argument in child.cmdline()):
                 yield child.pid
 
 

@@ -22,15 +22,15 @@ import torch
 
 from benchmarks.command import command_parser, number_from, run_command
 from benchmarks.sinks import NullSink
-from server_patch.engine import Batch
-from server_patch.layout import Layout
-from server_patch.messages import Assignment
 from server_patch.ring import Ring, plan_ring
+from server_patch.sglang_api import Batch
+from server_patch.slot_layout import Layout
 from server_patch.staging import CpuStager, States
 from server_patch.stats import Stats
 from server_patch.tap import Tap
 from server_patch.weights import Weights
-from server_patch.writer import WriterPool
+from server_patch.writer_pool import WriterPool
+from server_patch.writer_protocol import Assignment
 
 HIDDEN_SIZE = 64
 TOKENS = 16  # of a request

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from server_patch import engine
+from server_patch import sglang_api
 from server_patch.spans import is_ours
 from server_patch.staging import States
 from server_patch.tap import Tap
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class Points(Protocol):
-    """Where states are captured, and how: by the engine (`arm`) or by hooks (`layer_hooks`)."""
+    """Where states are captured, and how: by the engine (`capture_points`) or by hooks
+    (`layer_hooks`)."""
 
     boundaries: tuple[int, ...]
     method: str  # as READY.json has it
@@ -81,7 +82,7 @@ class NormProbe:
 
 
 class Audit(Protocol):
-    """Compares what one forward captured with what its layers worked on; see `proof`."""
+    """Compares what one forward captured with what its layers worked on; see `capture_audit`."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Watches the forward inside the block."""
@@ -130,7 +131,7 @@ class Capture:
         """`call()` is the original forward; returns what it would have returned without us."""
         ours = self._holds_ours(forward_batch)
         audit = self._audit if self._is_auditable(forward_batch) else None
-        armed = engine.any_rank_prefills(forward_batch) if self._shares_forward else ours
+        armed = sglang_api.any_rank_prefills(forward_batch) if self._shares_forward else ours
         if not (armed or audit is not None):
             return call()
         tap = self._tap if ours else None
@@ -148,7 +149,7 @@ class Capture:
         if tap is not None and fault is not None:
             if probe is not None:
                 probe.take()
-            _refuse(tap, engine.request_ids(forward_batch), fault)
+            _refuse(tap, sglang_api.request_ids(forward_batch), fault)
         elif tap is not None:
             _hand_over(tap, forward_batch, hidden, aux, probe)
         return hidden
@@ -159,14 +160,16 @@ class Capture:
         if self._audit is None:
             return False
         with suppress(Exception):
-            return engine.is_prefill(forward_batch) and bool(engine.request_ids(forward_batch))
+            return sglang_api.is_prefill(forward_batch) and bool(
+                sglang_api.request_ids(forward_batch)
+            )
         return False
 
     def _holds_ours(self, forward_batch: Any) -> bool:
         """Does this forward extend a prompt of ours?"""
         try:
-            return engine.is_prefill(forward_batch) and any(
-                is_ours(rid, self._rid_prefix) for rid in engine.request_ids(forward_batch)
+            return sglang_api.is_prefill(forward_batch) and any(
+                is_ours(rid, self._rid_prefix) for rid in sglang_api.request_ids(forward_batch)
             )
         except Exception:
             # Whatever is wrong may be wrong in every forward, decode steps too: say it once.
@@ -182,12 +185,12 @@ def _hand_over(
     """Give one forward's states to `tap`; whatever fails is recorded, never raised."""
     rids: Sequence[str] = ()
     try:
-        rids = engine.request_ids(forward_batch)
+        rids = sglang_api.request_ids(forward_batch)
         last_pre = probe.take() if probe is not None else None
         if aux is None:
             tap.refuse(rids, "the engine captured nothing in this forward")
             return
-        batch = engine.read_batch(forward_batch)
+        batch = sglang_api.read_batch(forward_batch)
         states = States(aux=aux, last=last, last_pre=last_pre, input_ids=batch.input_ids)
         tap.take(batch, states)
     except Exception as error:
@@ -216,7 +219,9 @@ def install(inner: Any, runner: Runner) -> Callable[[], None]:
     original = inner.forward
     names = list(inspect.signature(original).parameters)
     if "forward_batch" not in names:
-        raise engine.EngineError(f"{type(inner).__name__}.forward takes no forward_batch: {names}")
+        raise sglang_api.EngineError(
+            f"{type(inner).__name__}.forward takes no forward_batch: {names}"
+        )
     position = names.index("forward_batch")
 
     @functools.wraps(original)

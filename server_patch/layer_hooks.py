@@ -2,8 +2,8 @@
 
 A layer is entered with `hidden_states`, and in many models with a `residual` that is still to be
 added to it; in newer ones the engine keeps the residual, and hands it to the layer's first norm.
-What the residual stream is made of is never assumed: `proof` finds it out on a real forward, and
-nothing is captured before.
+What the residual stream is made of is never assumed: `capture_audit` finds it out on a real
+forward, and nothing is captured before.
 
 Hooks are registered around the forwards that need them and removed again, so every other forward
 runs the plain model.
@@ -19,8 +19,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from server_patch.arm import ArmError, CapturePoints, Parts
 from server_patch.capture import NormProbe, Probe
+from server_patch.capture_points import ArmError, CapturePoints, Parts
 
 #: What READY.json calls this way of capturing.
 METHOD: Final = "decoder_layer_hooks"
@@ -101,7 +101,7 @@ def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class LayerHooks:
-    """Capture points by hooks; the counterpart of `arm.CapturePoints`."""
+    """Capture points by hooks; the counterpart of `capture_points.CapturePoints`."""
 
     method = METHOD
 

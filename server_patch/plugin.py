@@ -22,11 +22,11 @@ from server_patch.settings import (
 )
 
 if TYPE_CHECKING:
-    from server_patch.arm import CapturePoints, Parts
     from server_patch.capture import Probe
-    from server_patch.engine import Facts
-    from server_patch.home import Home
+    from server_patch.capture_points import CapturePoints, Parts
+    from server_patch.dump_dir import Home
     from server_patch.layer_hooks import LayerHooks
+    from server_patch.sglang_api import Facts
     from server_patch.weights import Found, Measured, Weights
     from server_patch.writing import Writing
 
@@ -45,14 +45,14 @@ def register() -> None:
         raise
     if settings is None:
         return
-    from server_patch import engine
-    from server_patch.home import make_boot_id
+    from server_patch import sglang_api
+    from server_patch.dump_dir import make_boot_id
 
     # The main process comes first; its children inherit the id and so meet in one directory.
     os.environ.setdefault(BOOT_ID, make_boot_id())
-    engine.register_after(engine.LOAD_MODEL, _after_load_model)
-    engine.register_after(engine.INIT_FORWARD_BATCH, engine.note_prompt_lengths)
-    engine.register_weight_hooks(
+    sglang_api.register_after(sglang_api.LOAD_MODEL, _after_load_model)
+    sglang_api.register_after(sglang_api.INIT_FORWARD_BATCH, sglang_api.note_prompt_lengths)
+    sglang_api.register_weight_hooks(
         before_update=_before_weight_update,
         after_label=_after_weight_label,
         after_late_load=_after_late_load,
@@ -61,16 +61,16 @@ def register() -> None:
 
 def _after_load_model(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
     """Arm the model that `runner` has just loaded. Whatever fails, the server goes on serving."""
-    from server_patch import engine
+    from server_patch import sglang_api
 
     try:
-        if engine.is_draft(runner):
+        if sglang_api.is_draft(runner):
             return
         settings = Settings.from_environ(os.environ)
         if settings is None:
             return
         # First, even if arming this rank fails later: other ranks may wait for its part.
-        measured = None if engine.loads_weights_later(runner) else _measure(runner)
+        measured = None if sglang_api.loads_weights_later(runner) else _measure(runner)
         _set_up(runner, settings, measured)
     except Exception:
         logger.exception("hidden states: not armed")
@@ -88,9 +88,9 @@ def _after_weight_label(version: str) -> None:
 
 
 def _after_late_load(runner: Any) -> None:
-    from server_patch import engine
+    from server_patch import sglang_api
 
-    if not engine.is_draft(runner) and Settings.from_environ(os.environ) is not None:
+    if not sglang_api.is_draft(runner) and Settings.from_environ(os.environ) is not None:
         measured = _measure(runner)
         if _weights is not None:
             _weights.loaded(measured.gather())
@@ -98,18 +98,18 @@ def _after_late_load(runner: Any) -> None:
 
 def _measure(runner: Any) -> Measured:
     """Compute and publish the fingerprint of this rank's weights."""
-    from server_patch import engine
+    from server_patch import sglang_api
     from server_patch.weights import Measured
 
-    return Measured(lambda: engine.tensor_parallel_ranks(runner), runner.model)
+    return Measured(lambda: sglang_api.tensor_parallel_ranks(runner), runner.model)
 
 
 def _set_up(runner: Any, settings: Settings, measured: Measured | None) -> None:
     global _weights
-    from server_patch import engine
+    from server_patch import sglang_api
     from server_patch.weights import Weights
 
-    facts = engine.read_facts(runner)
+    facts = sglang_api.read_facts(runner)
     home = _make_home(settings, facts) if facts.is_writer else None
     _weights = None
     if home is not None:
@@ -140,32 +140,32 @@ class _Rank:
 
     def arm(self) -> None:
         """Raises EngineError, SettingsError, ArmError: the same on every rank."""
-        from server_patch import arm, engine
+        from server_patch import capture_points, sglang_api
 
-        reasons = engine.refusals(self.runner)
+        reasons = sglang_api.refusals(self.runner)
         if reasons:
-            raise engine.EngineError("; ".join(reasons))
+            raise sglang_api.EngineError("; ".join(reasons))
         boundaries = self.settings.resolve_boundaries(self.facts.num_layers)
-        parts = arm.find_parts(self.runner.model, num_layers=self.facts.num_layers)
-        if parts.method not in arm.SETTERS:
-            reasons = engine.proof_refusals(self.runner)
+        parts = capture_points.find_parts(self.runner.model, num_layers=self.facts.num_layers)
+        if parts.method not in capture_points.SETTERS:
+            reasons = sglang_api.proof_refusals(self.runner)
             if reasons:
-                raise arm.ArmError(
+                raise capture_points.ArmError(
                     f"{parts.architecture} has no setter for capture points in this SGLang, and "
                     f"another way cannot be proven right: {'; '.join(reasons)}"
                 )
         if parts.method is None:
             self._prove(parts, boundaries)
             return
-        if boundaries[0] == 0 and not engine.captures_boundary_zero():
-            raise engine.EngineError(
+        if boundaries[0] == 0 and not sglang_api.captures_boundary_zero():
+            raise sglang_api.EngineError(
                 f"SGLang {self.facts.engine_version} cannot capture boundary 0, the embeddings: "
                 "leave it out"
             )
-        reason = engine.reduction_refusal(self.runner, parts.inner.layers[boundaries[-1]])
+        reason = sglang_api.reduction_refusal(self.runner, parts.inner.layers[boundaries[-1]])
         if reason is not None:
-            raise engine.EngineError(reason)
-        self._begin(parts, arm.arm(parts, boundaries))
+            raise sglang_api.EngineError(reason)
+        self._begin(parts, capture_points.arm(parts, boundaries))
 
     def _prove(self, parts: Parts, boundaries: tuple[int, ...]) -> None:
         """Without capture points: watch the warm-up's prefill, and use hooks if that proves right.
@@ -173,9 +173,9 @@ class _Rank:
         READY.json or FAILED.json are written then, before the server says that it is ready.
         """
         from server_patch.capture import install
+        from server_patch.capture_audit import Proof
         from server_patch.layer_hooks import LayerHooks
-        from server_patch.proof import Proof
-        from server_patch.watch import Proven
+        from server_patch.layer_trace import Proven
 
         def proven(found: Proven) -> None:
             try:
@@ -200,11 +200,11 @@ class _Rank:
         What the model was not set up for by a setter of its own is announced when it is proven.
         Raises EngineError, ArmError.
         """
-        from server_patch.arm import SETTERS, ArmError
         from server_patch.capture import Capture, NormProbe, install
+        from server_patch.capture_audit import PointsAudit
+        from server_patch.capture_points import SETTERS, ArmError
         from server_patch.layer_hooks import LayerHooks
-        from server_patch.proof import PointsAudit
-        from server_patch.watch import Proven
+        from server_patch.layer_trace import Proven
         from server_patch.writing import start_writing
 
         keeps_pre = self.settings.last_kind != "post"
@@ -277,18 +277,18 @@ class _Rank:
         self, parts: Parts, points: CapturePoints | LayerHooks, writing: Writing
     ) -> None:
         """Raises OSError."""
-        from server_patch import engine
+        from server_patch import sglang_api
 
         writing.tell_ready(
             architecture=parts.architecture,
             capture_method=points.method,
-            config_digest=engine.config_digest(self.runner),
+            config_digest=sglang_api.config_digest(self.runner),
         )
 
 
 def _make_home(settings: Settings, facts: Facts) -> Home | None:
     """This writer's directory, or None (logged) if it cannot be made."""
-    from server_patch.home import HomeError, make_home
+    from server_patch.dump_dir import HomeError, make_home
 
     try:
         return make_home(
@@ -306,7 +306,7 @@ def _make_home(settings: Settings, facts: Facts) -> Home | None:
 
 def _refuse(home: Home | None, error: Exception) -> None:
     """Say why nothing is captured, where the client looks for it."""
-    from server_patch.home import tell_failed
+    from server_patch.dump_dir import tell_failed
 
     reason = str(error) or repr(error)
     logger.error("hidden states: not captured: %s", reason, exc_info=error)
@@ -322,7 +322,7 @@ def _tell_bad_settings(reason: str) -> None:
 
     The first process does it; in the others the directory exists already.
     """
-    from server_patch.home import Home, make_boot_id, tell_failed
+    from server_patch.dump_dir import Home, make_boot_id, tell_failed
 
     root = os.environ.get(DUMP_DIR, "")
     boot_id = os.environ.setdefault(BOOT_ID, make_boot_id())

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from server_patch.dump_format import FORMAT_VERSION, READY_NAME, LastKind, Ready, encode_ready
-from server_patch.engine import Facts
-from server_patch.files import replace
+from server_patch.durable_files import replace
+from server_patch.sglang_api import Facts
 
 _DISTRIBUTION = "hidden-state-extractor"
 

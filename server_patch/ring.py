@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from server_patch.layout import SLOT_ALIGNMENT, Layout
+from server_patch.slot_layout import SLOT_ALIGNMENT, Layout
 
 #: Most staging memory taken unless the user says otherwise.
 MAX_PINNED_BYTES: Final = 4 << 30

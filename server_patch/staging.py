@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from server_patch.layout import Layout
 from server_patch.ring import Slot
+from server_patch.slot_layout import Layout
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,

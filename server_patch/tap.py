@@ -12,16 +12,16 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from server_patch.engine import Batch
-from server_patch.layout import Layout
-from server_patch.messages import Failure, Piece
 from server_patch.ring import Ring, Slot
-from server_patch.scribe import describe
+from server_patch.sglang_api import Batch
+from server_patch.slot_layout import Layout
 from server_patch.spans import Span, is_ours, plan_spans, split_spans
 from server_patch.staging import Stager, States
 from server_patch.stats import Stats
 from server_patch.weights import Weights
-from server_patch.writer import WriterPool
+from server_patch.writer_pool import WriterPool
+from server_patch.writer_process import describe
+from server_patch.writer_protocol import Failure, Piece
 
 logger = logging.getLogger(__name__)
 

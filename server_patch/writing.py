@@ -6,18 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from server_patch import ready
+from server_patch.dump_dir import Home
 from server_patch.dump_format import READY_NAME
-from server_patch.engine import Facts
-from server_patch.home import Home
-from server_patch.layout import Layout
-from server_patch.messages import Assignment
 from server_patch.ring import Ring, RingPlan, plan_ring
 from server_patch.settings import Settings
+from server_patch.sglang_api import Facts
+from server_patch.slot_layout import Layout
 from server_patch.staging import make_stager
 from server_patch.stats import Stats
 from server_patch.tap import Tap
 from server_patch.weights import Weights
-from server_patch.writer import WriterPool
+from server_patch.writer_pool import WriterPool
+from server_patch.writer_protocol import Assignment
 
 #: One process fills about 2.4 GB/s of fresh memory pages; a GPU can ask for more than that.
 _WRITERS_CUDA: Final = 4

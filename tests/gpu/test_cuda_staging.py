@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server_patch.layout import Layout
 from server_patch.ring import Ring, plan_ring
+from server_patch.slot_layout import Layout
 from server_patch.staging import CudaStager, States
 
 pytestmark = [

@@ -18,7 +18,7 @@ from plugin.architectures import (
     table,
     try_out,
 )
-from server_patch.arm import SETTERS
+from server_patch.capture_points import SETTERS
 from server_patch.layer_hooks import METHOD
 
 sglang = [pytest.mark.sglang, pytest.mark.timeout(240)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from server_patch.targets import Target
+from server_patch.sglang_compat import Target
 
 _FIELDS = "sglang/srt/arg_groups/fields/"  # where newer releases keep the fields of ServerArgs
 _DOWNLOAD_S = 300.0

@@ -16,7 +16,7 @@ from extractor.servers.server_facts import (
     facts_of_identity,
     was_updated,
 )
-from server_patch.targets import NUMERIC_SETTINGS
+from server_patch.sglang_compat import NUMERIC_SETTINGS
 
 SETTINGS = {name: "before" for name in BOUND_SETTINGS | RESOLVED_SETTINGS} | {
     "attention_backend": "triton",

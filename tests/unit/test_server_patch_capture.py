@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from server_patch import engine
-from server_patch.arm import arm, find_parts
+from server_patch import sglang_api
 from server_patch.capture import Capture, NormProbe, install
+from server_patch.capture_points import arm, find_parts
 
 H, NUM_LAYERS = 4, 8
 BOUNDARIES = (2, 4)
@@ -284,5 +284,5 @@ def test_a_forward_without_a_batch_is_refused() -> None:
             return x
 
     _, capture = make_model(FakeTap())
-    with pytest.raises(engine.EngineError, match="takes no forward_batch"):
+    with pytest.raises(sglang_api.EngineError, match="takes no forward_batch"):
         install(Odd(), capture)

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 import torch
 
-from server_patch import arm, engine, plugin, proof, weights
+from server_patch import capture_audit, capture_points, plugin, sglang_api, weights
+from server_patch.dump_dir import HomeError, make_boot_id, make_home
 from server_patch.dump_format import FAILED_NAME, READY_NAME, Ready, decode_ready
-from server_patch.engine import EngineError, RequestIds
-from server_patch.home import HomeError, make_boot_id, make_home
 from server_patch.ready import own_start_ticks
 from server_patch.settings import SettingsError
+from server_patch.sglang_api import EngineError, RequestIds
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("SGLANG_HS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(engine, "version", lambda: "9.9.9")
+    monkeypatch.setattr(sglang_api, "version", lambda: "9.9.9")
 
 
 class FakeInner(torch.nn.Module):
@@ -87,7 +87,7 @@ def armed_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     root = tmp_path / "root"
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(root))
     monkeypatch.setenv("SGLANG_HS_BOOT_ID", "boot")
-    monkeypatch.setattr(engine, "_attention_tp_rank", lambda: 0)
+    monkeypatch.setattr(sglang_api, "_attention_tp_rank", lambda: 0)
     return root
 
 
@@ -105,8 +105,10 @@ def test_registering_makes_one_boot_id_and_keeps_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     registered: list[str] = []
-    monkeypatch.setattr(engine, "register_after", lambda target, hook: registered.append(target))
-    monkeypatch.setattr(engine, "register_weight_hooks", lambda **_: None)
+    monkeypatch.setattr(
+        sglang_api, "register_after", lambda target, hook: registered.append(target)
+    )
+    monkeypatch.setattr(sglang_api, "register_weight_hooks", lambda **_: None)
     monkeypatch.setenv("SGLANG_HS_DUMP_DIR", str(tmp_path))
     # Remembered for removal: `register` sets it behind the fixture's back.
     monkeypatch.setenv("SGLANG_HS_BOOT_ID", "x")
@@ -115,7 +117,7 @@ def test_registering_makes_one_boot_id_and_keeps_it(
     first = os.environ["SGLANG_HS_BOOT_ID"]
     plugin.register()
     assert os.environ["SGLANG_HS_BOOT_ID"] == first
-    assert set(registered) == {engine.LOAD_MODEL, engine.INIT_FORWARD_BATCH}
+    assert set(registered) == {sglang_api.LOAD_MODEL, sglang_api.INIT_FORWARD_BATCH}
 
 
 def test_bad_settings_leave_their_reason_under_the_root(
@@ -280,7 +282,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     made = Registry()
     for kind in ("before", "after"):
         monkeypatch.setattr(
-            engine,
+            sglang_api,
             f"register_{kind}",
             lambda target, hook, kind=kind: made.hooks.append((target, kind, hook)),
         )
@@ -294,7 +296,7 @@ def stand_in_engine(monkeypatch: pytest.MonkeyPatch, *places: str) -> None:
         if place not in places:
             raise AttributeError(place)
 
-    monkeypatch.setattr("server_patch.engine.pkgutil.resolve_name", resolve)
+    monkeypatch.setattr("server_patch.sglang_api.pkgutil.resolve_name", resolve)
 
 
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
@@ -314,7 +316,7 @@ def test_each_way_of_changing_the_weights_is_hooked(
         f"{MIXIN}.update_weights_from_disk",
     ]
     stand_in_engine(monkeypatch, *places)
-    engine.register_weight_hooks(
+    sglang_api.register_weight_hooks(
         before_update=lambda: heard.append("update"),
         after_label=heard.append,
         after_late_load=heard.append,
@@ -344,7 +346,7 @@ def test_the_label_hook_of_newer_schedulers_is_used(
     heard: list[str] = []
     label = f"{SCHEDULER}.record_weight_version_change"
     stand_in_engine(monkeypatch, label, f"{MIXIN}.update_weights_from_disk")
-    engine.register_weight_hooks(
+    sglang_api.register_weight_hooks(
         before_update=lambda: None, after_label=heard.append, after_late_load=lambda _: None
     )
     assert [target for target, _, _ in registry.hooks] == [label.replace(":", ".")]
@@ -360,7 +362,7 @@ def test_an_update_continues_even_if_our_hook_fails(
         raise OSError("disk full")
 
     stand_in_engine(monkeypatch, f"{RUNNER}.update_weights_from_ipc")
-    engine.register_weight_hooks(
+    sglang_api.register_weight_hooks(
         before_update=fail, after_label=lambda _: None, after_late_load=lambda _: None
     )
     with caplog.at_level(logging.ERROR):
@@ -374,8 +376,8 @@ def test_the_quantisation_of_the_models_own_config_is_told(
     """Without an argument the engine does what config.json asks for."""
     runner = make_runner(tmp_path)
     runner.model_config.quantization = "fp8"
-    assert engine.read_facts(runner).quantization == "fp8"
-    assert engine.read_facts(make_runner(tmp_path, quantization="awq")).quantization == "awq"
+    assert sglang_api.read_facts(runner).quantization == "fp8"
+    assert sglang_api.read_facts(make_runner(tmp_path, quantization="awq")).quantization == "awq"
 
 
 def test_a_second_engine_of_the_same_tree_gets_a_directory_of_its_own(
@@ -428,10 +430,10 @@ def test_refusals_say_which_flag_to_change(
     ],
 )
 def test_prefill_graphs_are_refused_on_cuda_only(args: dict[str, Any], flag: str | None) -> None:
-    server_args = engine.Settings(SimpleNamespace(**args))
-    reason = engine._prefill_graphs(server_args, torch.device("cuda", 0))
+    server_args = sglang_api.Settings(SimpleNamespace(**args))
+    reason = sglang_api._prefill_graphs(server_args, torch.device("cuda", 0))
     assert (flag in reason) if flag and reason else (reason is None)
-    assert engine._prefill_graphs(server_args, torch.device("cpu")) is None
+    assert sglang_api._prefill_graphs(server_args, torch.device("cpu")) is None
 
 
 def test_settings_are_the_engines_and_not_what_was_typed(
@@ -450,22 +452,22 @@ def test_settings_are_the_engines_and_not_what_was_typed(
     }  # fmt: skip
     context = SimpleNamespace(get_context=lambda: SimpleNamespace(config_leaf=leaf))
     monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
-    monkeypatch.setattr(engine, "_parallel_context", lambda: SimpleNamespace(attn_dp_rank=1))
+    monkeypatch.setattr(sglang_api, "_parallel_context", lambda: SimpleNamespace(attn_dp_rank=1))
     runner = make_runner(
         tmp_path, chunked_prefill_size=None, dp_size=2, attn_dp_size=1, enable_dp_attention=True
     )
-    facts = engine.read_facts(runner)
+    facts = sglang_api.read_facts(runner)
     assert (facts.chunked_prefill_size, facts.max_forward_rows) == (2048, 2048)
     assert (facts.dp_size, facts.shares_forward) == (2, True)
     assert (facts.port, facts.radix_cache) == (30000, False)  # none of the context's
     # What this release does not know is not asked for, and so is not taken to be set.
     resolved["enable_pdmux"] = True
-    assert engine.refusals(runner) == []
+    assert sglang_api.refusals(runner) == []
     # Defaults that the engine fills in are seen.
     config = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
-    record = engine.Settings(SimpleNamespace(cuda_graph_config=None))
+    record = sglang_api.Settings(SimpleNamespace(cuda_graph_config=None))
     resolved["cuda_graph_config"] = config
-    assert "breakable" in str(engine._prefill_graphs(record, torch.device("cuda", 0)))
+    assert "breakable" in str(sglang_api._prefill_graphs(record, torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize(
@@ -489,7 +491,7 @@ def test_a_model_without_setter_is_refused_where_hooks_cannot_be_proven_right(
 
     monkeypatch.delattr(FakeForCausalLM, "set_eagle3_layers_to_capture")
     monkeypatch.setattr(
-        engine, "_parallel_context", lambda: SimpleNamespace(attn_dp_rank=0, dp_rank=0)
+        sglang_api, "_parallel_context", lambda: SimpleNamespace(attn_dp_rank=0, dp_rank=0)
     )
     runner = make_runner(tmp_path, **args)
     runner.model.model.layers_to_capture = None
@@ -559,7 +561,7 @@ def test_points_without_a_setter_are_announced_when_they_are_proven(
     armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(FakeForCausalLM, "set_eagle3_layers_to_capture")
-    monkeypatch.setattr(proof, "PointsAudit", FakeAudit)
+    monkeypatch.setattr(capture_audit, "PointsAudit", FakeAudit)
     plugin._after_load_model(None, make_runner(tmp_path))
     home = armed_environment / "boot" / "0"
     assert FakeAudit.last.must_prove
@@ -572,10 +574,10 @@ def test_points_without_a_setter_are_announced_when_they_are_proven(
 def test_points_that_are_found_wrong_are_taken_back(
     armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "PointsAudit", FakeAudit)
+    monkeypatch.setattr(capture_audit, "PointsAudit", FakeAudit)
     plugin._after_load_model(None, make_runner(tmp_path))
     home = armed_environment / "boot" / "0"
-    assert decode_ready((home / READY_NAME).read_bytes()).capture_method == arm.SETTER
+    assert decode_ready((home / READY_NAME).read_bytes()).capture_method == capture_points.SETTER
     assert not FakeAudit.last.must_prove
     FakeAudit.last.right()  # changes nothing
     FakeAudit.last.wrong("one layer off", None)
@@ -586,7 +588,7 @@ def test_points_that_are_found_wrong_are_taken_back(
 def test_other_ranks_arm_and_write_nothing(
     armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_attention_tp_rank", lambda: 1)
+    monkeypatch.setattr(sglang_api, "_attention_tp_rank", lambda: 1)
     runner = make_runner(tmp_path)
     plugin._after_load_model(None, runner)
     assert not armed_environment.exists()
@@ -655,7 +657,7 @@ class TestHome:
         assert len(list(tmp_path.iterdir())) == 2
 
     def test_it_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("server_patch.home.secrets.token_hex", lambda n: "same")
+        monkeypatch.setattr("server_patch.dump_dir.secrets.token_hex", lambda n: "same")
         self.make(tmp_path)
         self.make(tmp_path)
         with pytest.raises(HomeError):
@@ -677,7 +679,7 @@ class TestBatch:
         return SimpleNamespace(**{**fields, **change})
 
     def test_host_tensors_become_lists(self) -> None:
-        batch = engine.read_batch(self.make())
+        batch = sglang_api.read_batch(self.make())
         assert (batch.extend_lens, batch.prefix_lens) == ([3, 4], [0, 5])
         assert (batch.live_rows, batch.prompt_lens) == (None, None)
 
@@ -685,23 +687,23 @@ class TestBatch:
         "name", ["num_token_non_padded_cpu", "global_num_token_non_padded_cpu"]
     )
     def test_live_rows_have_a_name_per_release(self, name: str) -> None:
-        assert engine.read_batch(self.make(**{name: 7})).live_rows == 7
-        assert engine.read_batch(self.make(**{name: 0})).live_rows is None
+        assert sglang_api.read_batch(self.make(**{name: 7})).live_rows == 7
+        assert sglang_api.read_batch(self.make(**{name: 0})).live_rows is None
 
     def test_what_moved_is_named(self) -> None:
         batch = self.make()
         del batch.extend_seq_lens_cpu
         with pytest.raises(EngineError, match=r"no extend_seq_lens_cpu in SGLang 9\.9\.9"):
-            engine.read_batch(batch)
+            sglang_api.read_batch(batch)
 
     def test_prompt_lengths_travel_with_the_rids(self) -> None:
         forward_batch = self.make()
         requests = [SimpleNamespace(origin_input_ids=[1] * n) for n in (3, 9)]
         schedule_batch = SimpleNamespace(reqs=requests)
-        engine.note_prompt_lengths(forward_batch, object, schedule_batch, "runner", key=1)
+        sglang_api.note_prompt_lengths(forward_batch, object, schedule_batch, "runner", key=1)
         assert forward_batch.rids == ["xtr-a", "b"]
         assert isinstance(forward_batch.rids, RequestIds)
-        assert engine.read_batch(forward_batch).prompt_lens == [3, 9]
+        assert sglang_api.read_batch(forward_batch).prompt_lens == [3, 9]
 
     def test_prompt_lengths_of_a_strange_batch_harm_nobody(self) -> None:
         class Strange:
@@ -709,13 +711,13 @@ class TestBatch:
             def forward_mode(self) -> Any:
                 raise RuntimeError("moved")
 
-        engine.note_prompt_lengths(Strange(), object, SimpleNamespace(reqs=[]))
+        sglang_api.note_prompt_lengths(Strange(), object, SimpleNamespace(reqs=[]))
 
     def test_prompt_lengths_are_not_needed(self) -> None:
         forward_batch = self.make()
-        engine.note_prompt_lengths(forward_batch, object, SimpleNamespace(reqs=[object()]))
+        sglang_api.note_prompt_lengths(forward_batch, object, SimpleNamespace(reqs=[object()]))
         assert forward_batch.rids == ["xtr-a", "b"]
-        assert engine.read_batch(forward_batch).prompt_lens is None
+        assert sglang_api.read_batch(forward_batch).prompt_lens is None
 
 
 @pytest.mark.parametrize(
@@ -734,9 +736,9 @@ def test_data_parallel_sizes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine, "_attention_tp_rank", lambda: 0)
+    monkeypatch.setattr(sglang_api, "_attention_tp_rank", lambda: 0)
     parallel = SimpleNamespace(attn_dp_rank=2, dp_rank=3)
-    monkeypatch.setattr(engine, "_parallel_context", lambda: parallel)
-    facts = engine.read_facts(make_runner(tmp_path, **args))
+    monkeypatch.setattr(sglang_api, "_parallel_context", lambda: parallel)
+    facts = sglang_api.read_facts(make_runner(tmp_path, **args))
     assert (facts.dp_size, facts.shares_forward) == (total, shares)
     assert facts.rank == (2 if shares else 3)

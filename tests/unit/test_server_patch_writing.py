@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server_patch import files
+from server_patch import durable_files
 from server_patch.dump_format import (
     decode_error,
     dump_name,
@@ -26,23 +26,23 @@ from server_patch.dump_format import (
     is_error_name,
     read_header,
 )
-from server_patch.engine import Batch
 from server_patch.fingerprint import Fingerprint
-from server_patch.layout import Layout
-from server_patch.messages import (
+from server_patch.ring import Ring, RingError, RingPlan, plan_ring
+from server_patch.sglang_api import Batch
+from server_patch.slot_layout import Layout
+from server_patch.staging import CpuStager, StagingError, States, gather
+from server_patch.stats import STATS_NAME, Stats
+from server_patch.tap import Tap
+from server_patch.weights import Found, Weights
+from server_patch.writer_pool import WriterPool, _split
+from server_patch.writer_process import Scribe
+from server_patch.writer_protocol import (
     MAX_MESSAGE_BYTES,
     MAX_PIECES,
     Assignment,
     Job,
     Piece,
 )
-from server_patch.ring import Ring, RingError, RingPlan, plan_ring
-from server_patch.scribe import Scribe
-from server_patch.staging import CpuStager, StagingError, States, gather
-from server_patch.stats import STATS_NAME, Stats
-from server_patch.tap import Tap
-from server_patch.weights import Found, Weights
-from server_patch.writer import WriterPool, _split
 
 K, H = 3, 4
 LAYOUT = Layout(num_boundaries=K, hidden_size=H, dtype="F32", last_kind="both")
@@ -493,20 +493,20 @@ class TestWriteWhole:
 
         monkeypatch.setattr(os, "writev", short)
         parts: list[bytes | memoryview] = [b"header--", memoryview(b"0123456789"), b"", b"end"]
-        assert files.write_whole(tmp_path, "x", parts, mode=0o600) == 21
+        assert durable_files.write_whole(tmp_path, "x", parts, mode=0o600) == 21
         assert (tmp_path / "x").read_bytes() == b"header--0123456789end"
 
     def test_a_real_full_device(self, tmp_path: Path) -> None:
         (tmp_path / ".tmp-x").symlink_to("/dev/full")
         with pytest.raises(FileExistsError):  # nobody can make us write elsewhere
-            files.write_whole(tmp_path, "x", [b"a"], mode=0o600)
+            durable_files.write_whole(tmp_path, "x", [b"a"], mode=0o600)
         with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="space"):
-            files._write_all(full.fileno(), [b"a"])
+            durable_files._write_all(full.fileno(), [b"a"])
 
     def test_the_mode_is_exact_whatever_the_umask(self, tmp_path: Path) -> None:
         before = os.umask(0o077)
         try:
-            files.write_whole(tmp_path, "x", [b"a"], mode=0o664)
+            durable_files.write_whole(tmp_path, "x", [b"a"], mode=0o664)
         finally:
             os.umask(before)
         assert (tmp_path / "x").stat().st_mode & 0o777 == 0o664
@@ -514,7 +514,7 @@ class TestWriteWhole:
     def test_replace_takes_over_what_an_interrupted_write_left(self, tmp_path: Path) -> None:
         (tmp_path / ".tmp-x").write_bytes(b"half")
         (tmp_path / "x").write_bytes(b"old")
-        files.replace(tmp_path, "x", b"new", mode=0o600)
+        durable_files.replace(tmp_path, "x", b"new", mode=0o600)
         assert os.listdir(tmp_path) == ["x"]
         assert (tmp_path / "x").read_bytes() == b"new"
 

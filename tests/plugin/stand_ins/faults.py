@@ -16,9 +16,9 @@ from typing import Any
 
 #: Everything of ours that runs while the engine waits for it, and the thread that sends the jobs.
 POINTS = (
-    "server_patch.engine.is_prefill",
-    "server_patch.engine.read_batch",
-    "server_patch.engine.RequestIds",
+    "server_patch.sglang_api.is_prefill",
+    "server_patch.sglang_api.read_batch",
+    "server_patch.sglang_api.RequestIds",
     "server_patch.capture.NormProbe.take",
     "server_patch.capture.States",
     "server_patch.tap.Tap.take",
@@ -27,8 +27,8 @@ POINTS = (
     "server_patch.staging.States.check",
     "server_patch.staging.CpuStager.stage",
     "server_patch.staging.CpuStager.wait",
-    "server_patch.writer._split",
-    "server_patch.messages.Job.encode",
+    "server_patch.writer_pool._split",
+    "server_patch.writer_protocol.Job.encode",
 )
 SLOW = "slow"
 #: Where the pause goes: once in each forward that holds a request of ours.

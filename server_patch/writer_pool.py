@@ -23,8 +23,12 @@ from pathlib import Path
 from typing import Final
 
 from server_patch.dump_format import dump_name, error_name
-from server_patch.files import remove_unfinished, replace
-from server_patch.messages import (
+from server_patch.durable_files import remove_unfinished, replace
+from server_patch.ring import Ring, Slot
+from server_patch.staging import Stager
+from server_patch.stats import STATS_NAME, Stats
+from server_patch.writer_process import describe, write_failures
+from server_patch.writer_protocol import (
     MAX_MESSAGE_BYTES,
     MAX_PIECES,
     Assignment,
@@ -33,10 +37,6 @@ from server_patch.messages import (
     Piece,
     Report,
 )
-from server_patch.ring import Ring, Slot
-from server_patch.scribe import describe, write_failures
-from server_patch.staging import Stager
-from server_patch.stats import STATS_NAME, Stats
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _PATIENCE_S: Final = 60.0
 _PART_BYTES: Final = 8 << 20
 #: Isolated and without site: a writer needs the standard library and this package, nothing else.
 _SCRIBE: Final = "import sys; sys.path.insert(0, sys.argv.pop(1)); " + (
-    "from server_patch.scribe import main; main()"
+    "from server_patch.writer_process import main; main()"
 )
 
 

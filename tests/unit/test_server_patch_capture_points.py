@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server_patch.arm import SETTER, ArmError, arm, find_parts, read_back
+from server_patch.capture_points import SETTER, ArmError, arm, find_parts, read_back
 
 NUM_LAYERS = 8
 

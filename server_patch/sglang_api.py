@@ -1,9 +1,9 @@
 """Every attribute of SGLang that the plugin touches, one look-up per fact.
 
 SGLang moves things between releases; this module is the only one that follows. What it asks for is
-listed in `targets`, which the tests compare with the wheels of all supported releases. A look-up
-that fails raises EngineError with the name of what moved. Nothing of sglang is imported before a
-look-up is made.
+listed in `sglang_compat`, which the tests compare with the wheels of all supported releases. A
+look-up that fails raises EngineError with the name of what moved. Nothing of sglang is imported
+before a look-up is made.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any, Final
 
 import torch
 
-from server_patch import targets
+from server_patch import sglang_compat
 from server_patch.weights import Ranks
 
 logger = logging.getLogger(__name__)
 
 #: Hook targets. The second only refines the first (see `note_prompt_lengths`).
-LOAD_MODEL: Final = targets.LOAD_MODEL
-INIT_FORWARD_BATCH: Final = targets.INIT_FORWARD_BATCH
+LOAD_MODEL: Final = sglang_compat.LOAD_MODEL
+INIT_FORWARD_BATCH: Final = sglang_compat.INIT_FORWARD_BATCH
 
 _STATE_DTYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -136,7 +136,7 @@ def numeric_settings(runner: Any) -> dict[str, str]:
         "rope": _rope(getattr(config, "hf_text_config", None)),
         "model_config": _digest_of(getattr(config, "hf_config", None)),
     }
-    for target in targets.NUMERIC_SETTINGS:
+    for target in sglang_compat.NUMERIC_SETTINGS:
         name = target.places[0].rpartition(".")[2]
         values[name] = settings.get(name)
     if not values.get("kt_weight_path"):
@@ -263,7 +263,7 @@ def refusals(runner: Any) -> list[str]:
 
 
 def proof_refusals(runner: Any) -> list[str]:
-    """Settings under which `proof` cannot watch a forward at start, each with the way out."""
+    """Settings under which `capture_audit` cannot watch a forward, each with the way out."""
     settings = Settings(_get(runner, "server_args"))
     reasons = []
     if settings.get("skip_server_warmup"):
@@ -384,12 +384,12 @@ def register_weight_hooks(
         safely(before_update)
 
     def check(_owner: Any, action: Any = None, *_: Any, **__: Any) -> None:
-        if action == targets.RESET_ACTION:
+        if action == sglang_compat.RESET_ACTION:
             safely(before_update)
 
     def release(_owner: Any, request: Any = None, *_: Any, **__: Any) -> None:
         tags = getattr(request, "tags", None)
-        if not tags or targets.WEIGHTS_TAG in tags:
+        if not tags or sglang_compat.WEIGHTS_TAG in tags:
             safely(before_update)
 
     def label(_result: Any, _owner: Any, new_version: Any = None, *_: Any, **__: Any) -> None:
@@ -404,24 +404,24 @@ def register_weight_hooks(
         safely(after_late_load, runner)
 
     for hooked, hook in (
-        *((target, update) for target in targets.WEIGHT_UPDATES),
-        (targets.CHECK_WEIGHTS, check),
-        (targets.RELEASE_MEMORY, release),
+        *((target, update) for target in sglang_compat.WEIGHT_UPDATES),
+        (sglang_compat.CHECK_WEIGHTS, check),
+        (sglang_compat.RELEASE_MEMORY, release),
     ):
         for place in _present(hooked):
             register_before(place, hook)
-    for place in _present(targets.LATE_WEIGHTS):
+    for place in _present(sglang_compat.LATE_WEIGHTS):
         register_after(place, late)
-    labels = _present(targets.NEW_LABEL)
+    labels = _present(sglang_compat.NEW_LABEL)
     for place in labels:
         register_after(place, label)
     if not labels:
-        for hooked in targets.LABELLING_REQUESTS:
+        for hooked in sglang_compat.LABELLING_REQUESTS:
             for place in _present(hooked):
                 register_after(place, request_label)
 
 
-def _present(target: targets.Target) -> list[str]:
+def _present(target: sglang_compat.Target) -> list[str]:
     """The places of `target` that exist in this release, as the hook registry names them."""
     found = []
     for place in target.places:

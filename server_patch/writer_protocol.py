@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
-from server_patch.layout import Layout
+from server_patch.slot_layout import Layout
 
 #: Most pieces in one job: a job of such pieces is far smaller than a socket's buffer.
 MAX_PIECES: Final = 64

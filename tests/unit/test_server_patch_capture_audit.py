@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from server_patch.arm import ArmError, arm, find_parts
 from server_patch.capture import Capture, install
+from server_patch.capture_audit import PointsAudit, Proof
+from server_patch.capture_points import ArmError, arm, find_parts
 from server_patch.layer_hooks import LayerHooks
-from server_patch.proof import PointsAudit, Proof
-from server_patch.watch import Proven, _close
+from server_patch.layer_trace import Proven, _close
 
 H, NUM_LAYERS, ROWS = 8, 5, 6
 BOUNDARIES = (0, 1, 4)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from server_patch.arm import ArmError, Parts
+from server_patch.capture_points import ArmError, Parts
 from server_patch.layer_hooks import (
     LayerSignature,
     Stream,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from server_patch.dump_format import FAILED_NAME, READY_NAME
-from server_patch.files import replace
+from server_patch.durable_files import replace
 from server_patch.ready import encode_failed
 
 #: A second engine in one process tree inherits the boot id, and takes one of its own.

@@ -12,8 +12,8 @@ proven, for this model in this process:
    also what the layer adds to;
 4. the final norm of the same stream after the last layer is what the model returns.
 
-`watch` has the checks. What they cannot prove is that the engine's model computes what its authors
-meant; docs/models.md lists the architectures whose states were compared with Hugging Face.
+`layer_trace` has the checks. What they cannot prove is that the engine's model computes what its
+authors meant; docs/models.md lists the architectures whose states were compared with Hugging Face.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from server_patch import engine
-from server_patch.arm import Parts
+from server_patch import sglang_api
+from server_patch.capture_points import Parts
 from server_patch.layer_hooks import LayerSignature
-from server_patch.watch import Proven, Watch
+from server_patch.layer_trace import Proven, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Proof:
         """`call()` is the original forward, and its result is returned."""
         watch = self._watch
         if watch is None or not (
-            engine.is_prefill(forward_batch) and engine.request_ids(forward_batch)
+            sglang_api.is_prefill(forward_batch) and sglang_api.request_ids(forward_batch)
         ):
             return call()
         self._watch = None

@@ -1,8 +1,8 @@
 """Everything of SGLang that the plugin relies on: one table, release by release.
 
-`engine.py` looks these names up while the server runs; the tests look for every one of them in the
-wheels of all supported releases, without importing or starting anything. Both sides are held to the
-table: a test compares it with the names that engine.py asks for.
+`sglang_api.py` looks these names up while the server runs; the tests look for every one of them in
+the wheels of all supported releases, without importing or starting anything. Both sides are held
+to the table: a test compares it with the names that sglang_api.py asks for.
 
 A place is `module`, `module:name`, `module:Class.attribute` or `module:Class.method`. A target with
 several places has moved between releases, and is there when any one of them is.

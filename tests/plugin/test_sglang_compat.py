@@ -27,9 +27,9 @@ from plugin.wheels import (
     in_continuous_integration,
     newer_releases,
 )
-from server_patch import engine
-from server_patch.arm import SETTER
-from server_patch.targets import HOOKED, NUMERIC_SETTINGS, RELEASES, TARGETS
+from server_patch import sglang_api
+from server_patch.capture_points import SETTER
+from server_patch.sglang_compat import HOOKED, NUMERIC_SETTINGS, RELEASES, TARGETS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -259,9 +259,9 @@ def test_an_index_that_cannot_be_reached_fails_in_ci_and_only_there(
         refuse_or_skip(unreachable.value)
 
 
-# ---- the table and engine.py are one -----------------------------------------------------------
+# ---- the table and sglang_api.py are one -------------------------------------------------------
 
-#: Asked for by engine.py, and not SGLang's: of a Hugging Face config, of torch, or our own.
+#: Asked for by sglang_api.py, and not SGLang's: of a Hugging Face config, of torch, or our own.
 NOT_THE_ENGINES = {
     "num_hidden_layers", "hidden_size", "prompt_lens", "sglang.srt.runtime_context", "transformers",
     "__version__",
@@ -269,9 +269,9 @@ NOT_THE_ENGINES = {
 
 
 def names_asked_for() -> set[str]:
-    """What engine.py looks up by name."""
+    """What sglang_api.py looks up by name."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(inspect.getsource(engine))):
+    for node in ast.walk(ast.parse(inspect.getsource(sglang_api))):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func).rpartition(".")[2]
@@ -295,7 +295,7 @@ def test_everything_that_is_looked_up_is_in_the_table() -> None:
 
 
 def test_everything_in_the_table_is_looked_up() -> None:
-    words = set(re.findall(r"\w+", inspect.getsource(engine)))
+    words = set(re.findall(r"\w+", inspect.getsource(sglang_api)))
     looked_up = [target for target in TARGETS if target not in (*HOOKED, *NUMERIC_SETTINGS)]
     listed = [[p.rpartition(".")[2].rpartition(":")[2] for p in t.places] for t in looked_up]
     loading = {"GENERAL_PLUGINS_GROUP", "run_scheduler_process", "load_model", "init_new"}

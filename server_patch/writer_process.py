@@ -26,8 +26,8 @@ from server_patch.dump_format import (
     encode_header,
     error_name,
 )
-from server_patch.files import Buffer, write_whole
-from server_patch.messages import MAX_MESSAGE_BYTES, Assignment, Failure, Job, Piece, Report
+from server_patch.durable_files import Buffer, write_whole
+from server_patch.writer_protocol import MAX_MESSAGE_BYTES, Assignment, Failure, Job, Piece, Report
 
 _MAX_REASON_CHARS: Final = 500
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
