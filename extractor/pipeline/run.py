@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
@@ -60,6 +61,8 @@ from manifest.store import Store
 from manifest.writer_thread import Commits, StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +201,10 @@ async def _run(
     else:
         await require_same_inputs(owner, options, files)
     options = await with_frozen_clock(owner, options, state)
+    logger.info(
+        "session run=%s rows=%d settled=%d",
+        state.run_id, counters.rows.total, counters.rows.settled_before,
+    )  # fmt: skip
     left = await reconcile(owner, options.output.shards_path, report=reporter.report)
     state.forget(left.lost)
     async with clients_of(

@@ -8,6 +8,7 @@ limiter, bytes under the dump root by the budget, tasks by both.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from extractor.core.request import dump_bytes
 from extractor.core.rids import rid_prefix
 from extractor.core.row_policy import OnDuplicate
 from extractor.core.run_options import RunOptions
+from extractor.core.timings import Timings
 from extractor.dispatch.budget import Budget
 from extractor.dispatch.places import Place, Places
 from extractor.dispatch.prompt_task import Attempts
@@ -45,10 +47,7 @@ from prompts.render import Renderer
 from prompts.stream import read_prompts
 from prompts.types import Prompt
 
-REPORT_INTERVAL_S = 0.5
-#: Time for requests in flight to finish after a stop signal. The remaining shutdown steps share the
-#: rest of `signals.END_S`.
-DRAIN_S = 9.0
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -69,6 +68,7 @@ class Session:
         timings: Timings,
     ) -> None:
         self._options = options
+        self._timings = timings
         self._layout = identity.layout
         self._provenance = provenance
         self._renderer = renderer
@@ -106,7 +106,7 @@ class Session:
             count=options.load.num_movers,
             next_number=left.next_number,
             budget_bytes=self.budget.total,
-            batches=timings.batches,
+            timings=timings.store,
         )
         self._attempts = Attempts(
             fleet=self._fleet,
@@ -206,6 +206,7 @@ class Session:
                 if isinstance(judged, Prompt) and pieces is not None:
                     place = await self._places.take(self._dump_bytes(judged))
                     self._ledger.plan(judged, row, source=sources[row.source])
+                    logger.info("adopting row=%d pieces=%d", row.ordinal, len(pieces))
                     adopting = self._adopt_one(judged, pieces, place)
                     work.create_task(adopting, name=f"adopt-{row.ordinal}")
                 num_left -= 1
@@ -246,11 +247,20 @@ class Session:
                     return
                 judged = admission.judge(row)
                 if isinstance(judged, Refusal):
+                    logger.info(
+                        "refused row=%d reason=%s: %s", row.ordinal, judged.reason, judged.detail
+                    )
                     await self._ledger.reject(row, judged, source=sources[row.source])
                     continue
+                if logger.isEnabledFor(logging.DEBUG):
+                    logger.debug(
+                        "admitted row=%d tokens=%d source=%s line=%d",
+                        row.ordinal, judged.num_tokens, row.source, row.line,
+                    )  # fmt: skip
                 place = await self._places.take(self._dump_bytes(judged))
                 if self._stop.is_set():
                     return
+                logger.debug("planned row=%d", row.ordinal)
                 self._ledger.plan(judged, row, source=sources[row.source])
                 work.create_task(self._settle(judged, place), name=f"prompt-{judged.ordinal}")
 
@@ -286,7 +296,7 @@ class Session:
         while True:
             self._observe()
             self._reporter.update(self._counters)
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            await asyncio.sleep(self._timings.status.report_interval_s)
 
     def _observe(self) -> None:
         self._counters.observe(
@@ -303,14 +313,15 @@ class Session:
     async def _enforce_drain(self) -> None:
         """After a stop, let what is in flight end; but not for ever."""
         await self._stop.wait()
+        drain_s = self._timings.stop.drain_s
         self._fleet.send_no_more()
         self._reporter.report(
-            f"stopping: {self._fleet.num_in_flight} requests in flight get {DRAIN_S:.0f} s to end; "
+            f"stopping: {self._fleet.num_in_flight} requests in flight get {drain_s:.0f} s to end; "
             "interrupt again to stop at once"
         )
-        await asyncio.sleep(DRAIN_S)
+        await asyncio.sleep(drain_s)
         raise Interrupted(
-            f"stopped; what was in flight after {DRAIN_S:.0f} s is sent again next time"
+            f"stopped; what was in flight after {drain_s:.0f} s is sent again next time"
         )
 
 

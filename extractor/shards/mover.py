@@ -8,6 +8,7 @@ and its dumps are removed, the next is copied.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from extractor.shards.writer import ShardWriter
 from extractor.system.files import age_s
 from manifest.records import Stored
 from prompts.types import Prompt
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,14 @@ class _Job:
     size_bytes: int  # of the sample
     done: asyncio.Future[Failure | None]
     queued_at: float = field(default_factory=time.monotonic)
+
+    def log(
+        self, stage: str, details: str = "", *values: object, level: int = logging.DEBUG
+    ) -> None:
+        """Log that the sample passed `stage`."""
+        if logger.isEnabledFor(level):
+            rid = self.pieces[0].handle.dump.header.rid
+            logger.log(level, f"{stage} rid=%s row=%d{details}", rid, self.prompt.ordinal, *values)
 
 
 class Mover:
@@ -84,9 +95,9 @@ class Mover:
         size = sample_bytes(prompt.num_tokens, self._shards.layout)
         self.backlog_bytes += size
         try:
-            self._jobs.put_nowait(
-                _Job(prompt=prompt, pieces=pieces, attempts=attempts, size_bytes=size, done=done)
-            )
+            job = _Job(prompt=prompt, pieces=pieces, attempts=attempts, size_bytes=size, done=done)
+            job.log("queued", " bytes=%d", size)
+            self._jobs.put_nowait(job)
             return await done
         finally:
             self.backlog_bytes -= size
@@ -144,8 +155,14 @@ class Mover:
                 stored = writer.append(job.prompt, job.pieces)
                 boot_id = job.pieces[0].handle.dump.header.boot_id
                 outcomes.append(replace(stored, server=self._recorder.server_of(boot_id)))
+                job.log("copied", " shard=%d offset=%d", stored.shard, stored.offset)
             except SampleFault as fault:
-                outcomes.append(fault.failure)
+                failure = fault.failure
+                job.log(
+                    "not stored", " reason=%s: %s", failure.reason, failure.detail,
+                    level=logging.INFO,
+                )  # fmt: skip
+                outcomes.append(failure)
             self._stages[Stage.COPY].add(time.monotonic() - began)
         began = time.monotonic()
         writer.sync()
@@ -155,13 +172,19 @@ class Mover:
     async def _settle(self, group: Sequence[_Job], outcomes: Sequence[Stored | Failure]) -> None:
         """Record the samples of a copied group, whose bytes are durable, and free their dumps."""
         began = time.monotonic()
+        stored = [
+            (job, outcome)
+            for job, outcome in zip(group, outcomes, strict=True)
+            if isinstance(outcome, Stored)
+        ]
         await self._recorder.store(
             [
                 DurableSample(prompt=job.prompt, attempts=job.attempts, stored=outcome)
-                for job, outcome in zip(group, outcomes, strict=True)
-                if isinstance(outcome, Stored)
+                for job, outcome in stored
             ]
         )
+        for job, _ in stored:
+            job.log("committed")
         self._stages[Stage.COMMIT].add(time.monotonic() - began)
         # Only now: until the commit, the dump is the only copy that is sure to survive a crash.
         await self._shards.in_thread(lambda: self._remove_dumps(group))
@@ -182,3 +205,4 @@ class Mover:
                 if (seconds := age_s(path)) is not None:
                     self._stages[Stage.RESIDENCY].add(seconds)
                 path.unlink(missing_ok=True)
+            job.log("dumps removed", " pieces=%d", len(job.pieces))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -15,6 +16,8 @@ from extractor.shards.recovery import OpenShard
 from extractor.shards.writer import ShardSettings, ShardWriter
 from extractor.system.signals import to_its_end
 from manifest.writer_thread import StoreOwner
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -58,6 +61,7 @@ class ShardSequence:
                 lambda: ShardWriter.create(self._settings, number=number, expected_samples=expected)
             )
             await self._owner.call(lambda store: store.add_shard(writer.shard))
+            logger.info("shard opened shard=%d name=%s", number, writer.shard.name)
             self._writer = writer
         return self._writer
 
@@ -73,6 +77,7 @@ class ShardSequence:
         if writer.num_samples:
             digest = await self.in_thread(writer.seal)
             await self._owner.call(lambda store: store.seal_shard(number, digest))
+            logger.info("shard sealed shard=%d samples=%d", number, writer.num_samples)
         else:
             await self._owner.call(lambda store: store.drop_shard(number))
             await self.in_thread(writer.discard)
