@@ -95,11 +95,9 @@ class Session:
         self.budget = Budget(
             shm_budget(self._fleet.ranks, options.load.shm_budget_bytes, limits=self._limits)
         )
-        self._ledger = Ledger(
-            owner, state.counters, reporter, server_of=provenance.number_of
-        )
+        self._ledger = Ledger(owner, state.counters, reporter, server_of=provenance.number_of)
         self._movers = MoverPool(
-            shard_settings(options, identity),
+            ShardSettings.of(options.output, identity),
             owner,
             self._ledger,
             state.counters,
@@ -323,13 +321,3 @@ class Session:
         raise Interrupted(
             f"stopped; what was in flight after {drain_s:.0f} s is sent again next time"
         )
-
-
-def shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:
-    """What every shard of the run has in common."""
-    return ShardSettings(
-        directory=options.output.shards_path,
-        identity=identity,
-        shard_bytes=options.output.shard_bytes,
-        file_mode=options.output.file_mode,
-    )
