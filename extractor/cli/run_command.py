@@ -42,8 +42,10 @@ from extractor.core.run_options import (
     RunOptions,
     Servers,
 )
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.pipeline.dry_run import dry_run as dry_run_of
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.run import run
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import any_server_answers, free_port, running_server
 from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
 from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
@@ -191,6 +193,7 @@ def run_command(
     PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, told by
     their content; patterns; directories of Hugging Face data sets; or - for standard input.
     """
+    timings = context.find_object(Timings) or DEFAULT_TIMINGS
     reporter: Reporter = reporter_for(as_json=log_json)
     if metrics_host is not None and metrics_port is None:
         raise UsageError(
@@ -249,7 +252,9 @@ def run_command(
             )
             reporter.report(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
-        summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
+        summary = run_async(
+            _run(options, serve_options, reporter, timings, is_named=bool(server_urls))
+        )
     status = 1 if summary.num_failed else 0
     document = summary.to_document(options.output.directory)
     if log_json:
@@ -263,13 +268,18 @@ def run_command(
 
 
 async def _run(
-    options: RunOptions, serve_options: ServeOptions | None, reporter: Reporter, *, is_named: bool
+    options: RunOptions,
+    serve_options: ServeOptions | None,
+    reporter: Reporter,
+    timings: Timings,
+    *,
+    is_named: bool,
 ) -> RunSummary:
     if serve_options is None or await any_server_answers(options.servers.urls):
-        return await run(options, reporter)
+        return await run(options, reporter, timings=timings)
     if is_named:
         reporter.report(
             f"no server answers at {', '.join(options.servers.urls)}; starting one of our own"
         )
     async with running_server(serve_options, report=reporter.report) as server:
-        return await run(options.with_server(server.url), reporter)
+        return await run(options.with_server(server.url), reporter, timings=timings)
