@@ -238,8 +238,10 @@ class _Extraction:
     async def _identity(self, state: RunState, target: Target, renderer: Renderer) -> Identity:
         """The data set's identity, in the manifest from now on."""
         options = self.options
-        identity = Identity.of(
-            target.ready,
+        identity = Identity(
+            model=target.ready.model,
+            boundaries=target.ready.capture.boundaries,
+            last_kind=target.ready.capture.last_kind,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
             reading=options.input.document | ({NOW: renderer.now} if renderer.now else {}),
@@ -271,7 +273,8 @@ class _Extraction:
         rows, report = self.counters.rows, self.reporter.report
         report(
             f"{identity.model.path} at {', '.join(target.url for target in targets)}: "
-            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.model.dtype}; "
+            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
+            f"{identity.model.dtype}; "
             f"{rows.total:,} rows, {rows.settled:,} settled before"
         )
         if self.options.load.shm_budget_bytes is None:
