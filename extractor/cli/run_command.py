@@ -42,10 +42,17 @@ from extractor.core.run_options import (
     RunOptions,
     Servers,
 )
+from extractor.core.timings import Timings
 from extractor.pipeline.dry_run import dry_run as dry_run_of
 from extractor.pipeline.run import RunSummary, run
 from extractor.servers.launcher import any_server_answers, free_port, running_server
-from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
+from extractor.servers.sglang_flags import (
+    DEFAULT_LAST_KIND,
+    DEFAULT_LAYERS,
+    EngineOptions,
+    PluginOptions,
+    ServeOptions,
+)
 from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
 from extractor.status.reporters import Together, reporter_for
 
@@ -222,6 +229,7 @@ def run_command(
         retry_failed=values["retry_failed"],
         allow_model_change=values["allow_model_change"],
     )
+    timings = context.ensure_object(Timings)
     if dry_run:
         result = run_async(dry_run_of(options, reporter))
         if as_json:
@@ -232,12 +240,12 @@ def run_command(
     serve_options = None
     if model is not None:
         serve_options = ServeOptions(
-            model=model,
-            port=free_port(),
-            dump_root=options.servers.dump_root,
-            layers=layers or DEFAULT_LAYERS,
-            last_kind=last_kind or DEFAULT_LAST_KIND,
-            arguments=arguments,
+            engine=EngineOptions(model=model, port=free_port(), arguments=arguments),
+            plugin=PluginOptions(
+                dump_root=options.servers.dump_root,
+                layers=layers or DEFAULT_LAYERS,
+                last_kind=last_kind or DEFAULT_LAST_KIND,
+            ),
         )
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")
@@ -249,7 +257,8 @@ def run_command(
             )
             reporter.report(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
-        summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
+        work = _run(options, serve_options, reporter, timings, is_named=bool(server_urls))
+        summary = run_async(work, timings=timings.stop)
     status = 1 if summary.num_failed else 0
     document = summary.to_document(options.output.directory)
     if log_json:
@@ -263,13 +272,18 @@ def run_command(
 
 
 async def _run(
-    options: RunOptions, serve_options: ServeOptions | None, reporter: Reporter, *, is_named: bool
+    options: RunOptions,
+    serve_options: ServeOptions | None,
+    reporter: Reporter,
+    timings: Timings,
+    *,
+    is_named: bool,
 ) -> RunSummary:
     if serve_options is None or await any_server_answers(options.servers.urls):
-        return await run(options, reporter)
+        return await run(options, reporter, timings)
     if is_named:
         reporter.report(
             f"no server answers at {', '.join(options.servers.urls)}; starting one of our own"
         )
-    async with running_server(serve_options, report=reporter.report) as server:
-        return await run(options.with_server(server.url), reporter)
+    async with running_server(serve_options, report=reporter.report, timings=timings) as server:
+        return await run(options.with_server(server.url), reporter, timings)

@@ -47,8 +47,8 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
     identity = status.identity
     click.echo(f"{out}: {standing(look)}")
     click.echo(
-        f"{identity.model.path}: boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
-        f"{identity.model.dtype}"
+        f"{identity.model.path}: boundaries {list(identity.boundaries)}, "
+        f"last {identity.last_kind}, {identity.model.dtype}"
     )
     click.echo(totals_table(status.totals, num_unread=status.num_unread))
     if status.failed:
