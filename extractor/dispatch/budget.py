@@ -1,7 +1,7 @@
 """Bounds the bytes of dumps under the dump root: a fair semaphore whose permits are bytes.
 
-A prompt holds the bytes of its dumps from before it is sent until it is settled, so this also bounds
-the prompts in progress.
+A prompt holds the bytes of its dumps from before it is sent until it is settled, so this also
+bounds the prompts in progress.
 """
 
 from __future__ import annotations
@@ -10,18 +10,31 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 
-#: Most prompts in progress, however small their dumps are.
-MAX_HOLDERS = 2048
+#: Samples of one group that becomes durable at once: they are not to wait for each other.
+GROUP_SAMPLES = 256
+
+
+def max_prompts(request_limit: int) -> int:
+    """Most prompts in progress where the servers take `request_limit` requests in all.
+
+    A prompt outlives its request by the copy to the shard; twice as many prompts as requests keep
+    the servers busy meanwhile.
+
+    >>> max_prompts(32)
+    320
+    """
+    return 2 * request_limit + GROUP_SAMPLES
 
 
 class Budget:
-    """At most `total` bytes are held at any time, by at most `MAX_HOLDERS` prompts.
+    """At most `total` bytes are held at any time, by at most `max_holders` prompts.
 
     First come, first served, so that a large prompt is not starved by small ones.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, *, max_holders: int) -> None:
         self.total = total
+        self.max_holders = max_holders
         self.used = 0
         self.peak = 0
         self.num_holders = 0
@@ -61,7 +74,7 @@ class Budget:
         self._wake()
 
     def _fits(self, size_bytes: int) -> bool:
-        return self.used + size_bytes <= self.total and self.num_holders < MAX_HOLDERS
+        return self.used + size_bytes <= self.total and self.num_holders < self.max_holders
 
     def _hold(self, size_bytes: int) -> None:
         self.used += size_bytes

@@ -28,7 +28,7 @@ from extractor.system.files import free_bytes
 from manifest.states import Reason
 from prompts.types import Prompt
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RequestState(Enum):
@@ -134,10 +134,12 @@ class Connection:
         finally:
             slot.release()
             self._close(flight)
-        _log.debug(
-            "rid=%s row=%d %s", rid, prompt.ordinal,
-            f"failed: {outcome.detail}" if isinstance(outcome, Failure) else "dump whole",
-        )  # fmt: skip
+        logger.debug(
+            "%s rid=%s row=%d",
+            f"failed: {outcome.detail}" if isinstance(outcome, Failure) else "collected",
+            rid,
+            prompt.ordinal,
+        )
         return outcome
 
     async def _exchange(self, flight: _InFlight, slot: Slot) -> Collected:
@@ -166,8 +168,8 @@ class Connection:
             prompt=prompt, ordinal=prompt.ordinal, attempts=flight.attempts
         )
         self._settings.counters.sent += 1
-        _log.debug(
-            "rid=%s row=%d sent to %s, %d tokens",
+        logger.debug(
+            "sent rid=%s row=%d server=%s tokens=%d",
             request.rid, prompt.ordinal, self._client.url, prompt.num_tokens,
         )  # fmt: skip
         sent_at = _now()

@@ -25,7 +25,7 @@ from manifest.states import Reason
 RESTART_ADVICE = "Restart it and run the same command again; nothing stored is sent twice."
 LOG_ADVICE = "See its log; the same command goes on."
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Monitor:
@@ -69,7 +69,7 @@ class Monitor:
             self._is_paused.set()
         if state is before:
             return
-        _log.info("server=%s state=%s before=%s", url, state.value, before.value)
+        logger.info("health server=%s state=%s before=%s", url, state.value, before.value)
         if state is HealthState.SERVING:
             self._report(f"{url} serves again", event="server_back", server=url)
         elif state is HealthState.PAUSED:

@@ -4,28 +4,57 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from extractor.core.failure import Failure
+from extractor.dispatch.budget import Budget
 from extractor.dispatch.retry import RetryPolicy, Setbacks
 from extractor.dispatch.row_recorder import RowRecorder
 from extractor.dispatch.server_pool import FailedAttempt, ServerPool
-from extractor.dumps.dump_reader import DumpPiece
-from extractor.shards.mover import Movers
-from prompts.types import Prompt
+from extractor.shards.mover_pool import MoverPool
+from prompts.types import BadRow, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTasks:
-    """Sends prompts and stores what comes back, with retries where they may help."""
+    """Gives each prompt a task, within the byte budget."""
 
     pool: ServerPool
-    movers: Movers
+    movers: MoverPool
     recorder: RowRecorder
+    budget: Budget
+    dump_bytes: Callable[[int], int]  # most bytes of dumps of that many tokens
     policy: RetryPolicy
     stop: asyncio.Event  # no further attempt
+
+    async def start(
+        self,
+        work: asyncio.TaskGroup,
+        prompt: Prompt,
+        row: Prompt | BadRow,
+        *,
+        source: int,
+        settle: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Wait for the bytes of the prompt's dumps, and run `settle` in a task that holds them.
+
+        `row`: the prompt before it was cut; `source`: the number of its file.
+        """
+        size_bytes = self.dump_bytes(prompt.num_tokens)
+        await self.budget.take(size_bytes)
+        if self.stop.is_set():
+            self.budget.give_back(size_bytes)
+            return
+
+        async def hold() -> None:
+            try:
+                await settle()
+            finally:
+                self.budget.give_back(size_bytes)
+
+        self.recorder.plan(prompt, row, source=source)
+        work.create_task(hold(), name=f"prompt-{prompt.ordinal}")
 
     async def settle(self, prompt: Prompt, *, attempts_before: int) -> None:
         """Return when `prompt` is stored or given up, or when the run stops.
@@ -55,11 +84,5 @@ class PromptTasks:
         outcome = await self.pool.fetch(prompt, attempt)
         if outcome is None or isinstance(outcome, FailedAttempt):
             return outcome
-        failure = await self.store(prompt, outcome, attempts=attempt)
+        failure = await self.movers.store(prompt, outcome, attempts=attempt)
         return None if failure is None else FailedAttempt(failure=failure, others_served=False)
-
-    async def store(
-        self, prompt: Prompt, pieces: Sequence[DumpPiece], *, attempts: int
-    ) -> Failure | None:
-        """Make a sample durable; why the dumps are no good, if they are not."""
-        return await self.movers.store(prompt, pieces, attempts=attempts)

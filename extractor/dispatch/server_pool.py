@@ -48,7 +48,7 @@ from extractor.servers.target import (
 )
 from prompts.types import Prompt
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,12 @@ class ServerPool:
         return tuple(rank for connection in self._up for rank in connection.target.ranks)
 
     @property
+    def request_limit(self) -> int:
+        """Requests that all servers of the run may have at a time, also those that are away."""
+        known = [connection.lane.health.limiter.max_requests for connection in self._up]
+        return sum(known) + max(known) * (len(self.servers) - len(known))
+
+    @property
     def num_in_flight(self) -> int:
         return self._scheduler.num_in_flight
 
@@ -133,7 +139,7 @@ class ServerPool:
         """
         ordinal = prompt.ordinal
         served_before = {connection: connection.lane.health.num_served for connection in self._up}
-        while not self._recorder.is_given_up(ordinal):
+        while not self._suspects.is_convicted(ordinal):
             slot = await self._scheduler.take(ordinal, prompt.num_tokens)
             if slot is None:
                 return None
@@ -151,7 +157,7 @@ class ServerPool:
             if not isinstance(outcome, Failure):
                 self._suspects.clear(ordinal)
                 return outcome
-            if not self._recorder.is_given_up(ordinal):
+            if not self._suspects.is_convicted(ordinal):
                 health = connection.lane.health
                 served = served_before.get(connection, health.num_served)
                 return FailedAttempt(failure=outcome, others_served=health.num_served > served)

@@ -37,16 +37,22 @@ class Suspects:
     def __init__(self, num_deaths: dict[int, int]) -> None:
         """`num_deaths`: row -> servers that died with it, as earlier sessions recorded it."""
         self._num_deaths = num_deaths
+        self._convicted: set[int] = set()
 
     def is_suspect(self, ordinal: int) -> bool:
         """Whether the prompt must be sent alone."""
         return ordinal in self._num_deaths
+
+    def is_convicted(self, ordinal: int) -> bool:
+        """Whether the prompt killed two servers and must not be sent again."""
+        return ordinal in self._convicted
 
     def judge(self, unanswered: Sequence[InFlightPrompt]) -> InFlightPrompt | None:
         """A server died, with these prompts unanswered: the convicted one, if any."""
         for found in unanswered:
             self._num_deaths[found.ordinal] = self._num_deaths.get(found.ordinal, 0) + 1
         if len(unanswered) == 1 and self._num_deaths[unanswered[0].ordinal] > 1:
+            self._convicted.add(unanswered[0].ordinal)
             return unanswered[0]
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,8 @@ from extractor.dumps.dump_reader import (
 from extractor.system.files import unlink_all
 from manifest.states import Reason
 from server_patch.dump_format import TEMPORARY_PREFIX, DumpHeader, Ready
+
+logger = logging.getLogger(__name__)
 
 Collected = Sequence[DumpPiece] | Failure
 
@@ -136,18 +139,26 @@ class Collector:
                 self._take_dump(rank, arrival)
             case ErrorFile(path=path, record=record):
                 unlink_all([path])
+                logger.debug("dump failed rid=%s reason=%s", record.rid, record.reason)
                 self.abandoned.discard(record.rid)
                 self._settle(record.rid, Failure(reason=Reason.DUMP_FAILED, detail=record.reason))
             case BrokenFile(path=path):
                 # Whose it is cannot be read. Its request, ours or another's, will miss it and
                 # try again; the file itself is of no use to anybody.
+                logger.info("broken dump removed path=%s", path)
                 self.num_broken += 1
                 unlink_all([path])
 
     def _take_dump(self, rank: Rank, file: DumpFile) -> None:
         header = file.dump.header
         piece = Piece(start=header.start, rows=header.rows, handle=file)
-        match self._correlator.add(header.rid, piece):
+        match = self._correlator.add(header.rid, piece)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "dump arrived rid=%s start=%d rows=%d match=%s path=%s",
+                header.rid, header.start, header.rows, match.name.lower(), file.path,
+            )  # fmt: skip
+        match match:
             case Match.ORPHAN:
                 self.num_orphans += 1
                 self.abandoned.discard(header.rid)
@@ -163,7 +174,7 @@ class Collector:
                     ),
                 )
                 return
-            case Match.COMPLETE | Match.WAITING as match:
+            case Match.COMPLETE | Match.WAITING:
                 if header.weights != rank.ready.weights.id:
                     raise ConfigMismatch(_weights_changed(header, rank.ready))
                 failure = check_header(header, rank.ready)

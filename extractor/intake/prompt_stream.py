@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from prompts.render import NO_BOUND, Renderer
 from prompts.stream import raw_rows, read_prompts
 from prompts.token_bound import TokenBound
 from prompts.types import BadRow, Prompt
+
+logger = logging.getLogger(__name__)
 
 #: A visit to the reading thread ends with so many prompts, or the first after so long: a turn of
 #: threads costs as much as reading a small prompt, and a large one is not to wait for others.
@@ -80,6 +83,9 @@ async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncGenerator[Prompt | 
     try:
         while batch := await ahead:
             ahead = loop.run_in_executor(thread, next_batch)
+            if logger.isEnabledFor(logging.DEBUG):
+                first, last = batch[0].ordinal, batch[-1].ordinal
+                logger.debug("read rows=%d first=%d last=%d", len(batch), first, last)
             for row in batch:
                 yield row
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, replace
@@ -45,9 +46,9 @@ from extractor.servers.client import Client, clients_of
 from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import require_targets
-from extractor.shards.mover import seal_left_open
 from extractor.shards.output_dir import manifest_warning, prepare_out
 from extractor.shards.recovery import Reconciled, reconcile
+from extractor.shards.sequence import seal_left_open
 from extractor.shards.strays import require_begun, require_manifest
 from extractor.status.live_file import LiveFile
 from extractor.status.report import session_document, totals_document, totals_table
@@ -59,6 +60,8 @@ from manifest.store import Store
 from manifest.writer_thread import Commits, StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +199,10 @@ async def _run(
     else:
         await require_same_inputs(owner, options, files)
     options = await with_frozen_clock(owner, options, state)
+    logger.info(
+        "session run=%s rows=%d settled=%d",
+        state.run_id, counters.rows.total, counters.rows.settled_before,
+    )  # fmt: skip
     left = await reconcile(owner, options.output.shards_path, report=reporter.report)
     state.forget(left.lost)
     async with clients_of(
@@ -351,7 +358,7 @@ async def _seal_all(owner: StoreOwner, options: RunOptions, left: Reconciled) ->
     """Seal every shard: no row is left to store."""
     settings = shard_settings(options, await begun_with_identity(owner))
     for found in left.open_shards:
-        await seal_left_open(settings, owner, found.shard, found.rows)
+        await seal_left_open(settings, owner, found)
 
 
 async def _summary(

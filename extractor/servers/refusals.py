@@ -40,8 +40,8 @@ BY_MESSAGE: Final[Mapping[str, FailureKind]] = {
     "disconnected from the client side": FailureKind.HUNG_UP,
 }
 #: Status -> its meaning. All others are the server's fault, including 401 to 407: an expired API
-#: key or a changed address fails every prompt and is no reason to reject one. 408 and 504: a gateway
-#: timed out; 502: it found no server, or lost the connection to it.
+#: key or a changed address fails every prompt and is no reason to reject one. 408 and 504: a
+#: gateway timed out; 502: it found no server, or lost the connection to it.
 BY_STATUS: Final[Mapping[int, FailureKind]] = {
     400: FailureKind.PERMANENT,
     408: FailureKind.SILENT,
