@@ -26,6 +26,7 @@ from extractor.core.identity import Identity
 from extractor.core.request import Limits
 from extractor.core.rids import rid_prefix
 from extractor.core.run_options import RunOptions
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.dispatch.limiter import MOST_LIMIT
 from extractor.dispatch.provenance import Provenance
 from extractor.dispatch.server_pool import Member, require_connections
@@ -125,7 +126,9 @@ class RunSummary:
         return "\n".join(lines)
 
 
-async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
+async def run(
+    options: RunOptions, reporter: Reporter, timings: Timings = DEFAULT_TIMINGS
+) -> RunSummary:
     """Extract every row of the input; returns when each is stored or failed.
 
     Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
@@ -147,19 +150,24 @@ async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
             require_manifest(options.output.directory)
             with closing(LiveFile(options.output.directory)) as live:
                 async with _open_manifest(options) as owner:
-                    return await _run_until_done(options, Together(reporter, live), files, owner)
+                    reporter = Together(reporter, live)
+                    return await _run_until_done(options, reporter, timings, files, owner)
     except OSError as error:
         raise storage_error(error, where=options.output.directory) from error
 
 
 async def _run_until_done(
-    options: RunOptions, reporter: Reporter, files: tuple[InputFile, ...], owner: StoreOwner
+    options: RunOptions,
+    reporter: Reporter,
+    timings: Timings,
+    files: tuple[InputFile, ...],
+    owner: StoreOwner,
 ) -> RunSummary:
     """Begin anew, for as long as a server that went comes back in time."""
     counters = Counters()
     while True:
         try:
-            return await _run(options, reporter, files, owner, counters)
+            return await _run(options, reporter, timings, files, owner, counters)
         except (ServerGone, ExceptionGroup) as error:
             if (
                 not isinstance(gone := first_known(error), ServerGone)
@@ -189,6 +197,7 @@ def _scan(options: RunOptions) -> tuple[InputFile, ...]:
 async def _run(
     options: RunOptions,
     reporter: Reporter,
+    timings: Timings,
     files: tuple[InputFile, ...],
     owner: StoreOwner,
     counters: Counters,
@@ -209,6 +218,7 @@ async def _run(
         options.servers.urls,
         concurrency=options.load.concurrency or MOST_LIMIT,
         request_timeout_s=options.patience.request_timeout_s,
+        timings=timings.client,
     ) as clients:
         try:
             members, renderer = await _preflight(options, clients, reporter, counters)
@@ -279,9 +289,10 @@ async def _run(
             ranks = [rank for target in targets for rank in target.ranks]
             if doubt := headroom(ranks).doubt:
                 reporter.report(f"{doubt} (or name --shm-budget)", level="warning")
-        await _probe(members, provenance, run_id=state.run_id)
+        await _probe(members, provenance, timings, run_id=state.run_id)
         session = Session(
             options=options,
+            timings=timings,
             members=members,
             identity=identity,
             provenance=provenance,
@@ -334,7 +345,9 @@ async def _preflight(
     return members, await asyncio.to_thread(renderer_for, tokenizer, options.input.reading, bound)
 
 
-async def _probe(members: Sequence[Member], provenance: Provenance, *, run_id: str) -> None:
+async def _probe(
+    members: Sequence[Member], provenance: Provenance, timings: Timings, *, run_id: str
+) -> None:
     """Check the canary of each server that is up and record its start.
 
     Raises the first error of any server.
@@ -344,7 +357,13 @@ async def _probe(members: Sequence[Member], provenance: Provenance, *, run_id: s
         async with asyncio.TaskGroup() as tasks:
             probes = [
                 tasks.create_task(
-                    require_probe(client, target, run_id=run_id, canary_ids=provenance.canary_ids)
+                    require_probe(
+                        client,
+                        target,
+                        run_id=run_id,
+                        canary_ids=provenance.canary_ids,
+                        timings=timings,
+                    )
                 )
                 for client, target in up
             ]
