@@ -42,7 +42,7 @@ from extractor.core.run_options import (
     RunOptions,
     Servers,
 )
-from extractor.core.timings import Timings
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.pipeline.dry_run import dry_run as dry_run_of
 from extractor.pipeline.run import RunSummary, run
 from extractor.servers.launcher import any_server_answers, free_port, running_server
@@ -198,6 +198,7 @@ def run_command(
     PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, told by
     their content; patterns; directories of Hugging Face data sets; or - for standard input.
     """
+    timings = context.find_object(Timings) or DEFAULT_TIMINGS
     reporter: Reporter = reporter_for(as_json=log_json)
     if metrics_host is not None and metrics_port is None:
         raise UsageError(
@@ -229,7 +230,6 @@ def run_command(
         retry_failed=values["retry_failed"],
         allow_model_change=values["allow_model_change"],
     )
-    timings = context.ensure_object(Timings)
     if dry_run:
         result = run_async(dry_run_of(options, reporter))
         if as_json:
@@ -257,8 +257,10 @@ def run_command(
             )
             reporter.report(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
-        work = _run(options, serve_options, reporter, timings, is_named=bool(server_urls))
-        summary = run_async(work, timings=timings.stop)
+        summary = run_async(
+            _run(options, serve_options, reporter, timings, is_named=bool(server_urls)),
+            timings=timings.stop,
+        )
     status = 1 if summary.num_failed else 0
     document = summary.to_document(options.output.directory)
     if log_json:
@@ -280,10 +282,10 @@ async def _run(
     is_named: bool,
 ) -> RunSummary:
     if serve_options is None or await any_server_answers(options.servers.urls):
-        return await run(options, reporter, timings)
+        return await run(options, reporter, timings=timings)
     if is_named:
         reporter.report(
             f"no server answers at {', '.join(options.servers.urls)}; starting one of our own"
         )
     async with running_server(serve_options, report=reporter.report, timings=timings) as server:
-        return await run(options.with_server(server.url), reporter, timings)
+        return await run(options.with_server(server.url), reporter, timings=timings)

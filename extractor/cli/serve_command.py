@@ -21,7 +21,7 @@ from extractor.cli.options import (
     seconds_option,
 )
 from extractor.core.errors import ServerError
-from extractor.core.timings import Timings
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.servers.launcher import free_port, running_server
 from extractor.servers.sglang_flags import (
     DEFAULT_LAST_KIND,
@@ -122,7 +122,7 @@ def serve_command(
         log_path=log_path,
         stall_s=stall_s,
     )
-    timings = context.ensure_object(Timings)
+    timings = context.find_object(Timings) or DEFAULT_TIMINGS
     run_async(_serve(options, timings), timings=timings.stop)
 
 
