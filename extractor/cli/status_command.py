@@ -48,8 +48,7 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
     click.echo(f"{out}: {standing(status.look)}")
     click.echo(
         f"{identity.model.path}: boundaries {list(identity.boundaries)}, "
-        f"last {identity.last_kind}, "
-        f"{identity.model.dtype}"
+        f"last {identity.last_kind}, {identity.model.dtype}"
     )
     click.echo(totals_table(begun.totals, num_unread=begun.num_unread))
     if status.failed:

@@ -305,6 +305,7 @@ class ServerPool:
             target,
             run_id=self._settings.run_id,
             canary_ids=self._provenance.canary_ids,
+            timings=self._timings,
         )
         await self._provenance.add(target, canary)
         return target
