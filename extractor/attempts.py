@@ -15,7 +15,7 @@ from extractor.fleet import Fleet
 from extractor.ledger import Ledger
 from extractor.mover import Movers
 from extractor.retry import Failure, Remedy, RetryPolicy
-from manifest.states import Event, Reason
+from manifest.states import Reason
 from prompts.types import Prompt
 
 
@@ -60,8 +60,7 @@ class Attempts:
                     attempt -= 1  # that was found out before anything was sent
                 self.ledger.give_up(prompt, failure, attempts=attempt)
                 return
-            self.ledger.count_retry()
-            self.ledger.move(prompt, Event.RETRY, attempts=attempt)
+            self.ledger.retry(prompt, attempts=attempt)
             delay_s = self.policy.delay_s(setbacks, chance=random.random())
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
@@ -71,13 +70,8 @@ class Attempts:
         """None when the sample is durable, else why this attempt gave none."""
         if isinstance(outcome, Failure):
             return outcome
-        self.ledger.move(prompt, Event.DUMP, attempts=attempt)
         return await self.movers.store(prompt, outcome, attempts=attempt)
 
     async def adopt(self, prompt: Prompt, pieces: Sequence[DumpPiece], *, attempts: int) -> bool:
         """Store what an earlier session asked for; whether it was good."""
-        self.ledger.move(prompt, Event.ADOPT, attempts=attempts)
-        if await self.movers.store(prompt, pieces, attempts=attempts) is None:
-            return True
-        self.ledger.move(prompt, Event.RETRY, attempts=attempts)  # asked for like any other
-        return False
+        return await self.movers.store(prompt, pieces, attempts=attempts) is None

@@ -24,9 +24,7 @@ from extractor.tables import amount
 from extractor.turns import Turn, Turns
 from extractor.verify import ReplyFacts, check_reply
 from extractor.writers import is_alive
-from manifest.records import Moved
-from manifest.states import Event, Reason
-from manifest.writer_thread import StoreOwner
+from manifest.states import Reason
 from prompts.types import Prompt
 
 #: So long after a broken connection it is known whether the server died.
@@ -53,7 +51,6 @@ class Exchange:
         client: Client,
         target: Target,
         collector: Collector | None,
-        owner: StoreOwner,
         counters: Counters,
         run_id: str,
         layout: Layout,
@@ -70,10 +67,10 @@ class Exchange:
         self.num_tokens = 0  # of these
         self.has_ended = asyncio.Event()
         self._client = client
-        self._owner = owner
         self._counters = counters
         self._run_id = run_id
-        self._session_id = secrets.token_hex(3)
+        # Attempts in flight at a crash are not recorded: this alone keeps rids from repeating.
+        self._session_id = secrets.token_hex(6)
         self._dump_timeout_s = options.dump_timeout_s
         self._layout = layout
         #: By ordinal: whose last request reached the server and had no answer.
@@ -223,7 +220,6 @@ class Exchange:
         ordinal = request.prompt.ordinal
         while self._is_full(request.prompt):  # noqa: ASYNC110 - nobody tells of freed space
             await asyncio.sleep(FULL_PAUSE_S)
-        self._owner.post(Moved(ordinal=ordinal, event=Event.SEND, attempts=attempt))
         self._counters.sent += 1
         self.rids.add(request.rid)
         was_unanswered = ordinal in self._unanswered

@@ -41,8 +41,8 @@ from extractor.retry import Failure, is_convicted
 from extractor.tables import counted
 from extractor.targets import require_alike, require_no_stricter, require_target
 from extractor.turns import Turns
-from manifest.records import Moved
-from manifest.states import Event, Reason
+from manifest.records import Lost
+from manifest.states import Reason
 from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
@@ -206,6 +206,9 @@ class Fleet:
         ordinal = prompt.ordinal
         served_before = {exchange: exchange.watch.num_served for exchange in self._up}
         while True:
+            if ordinal in self._suspects:
+                # Its deaths must be durable before it can kill another server.
+                await self._owner.drain()
             if (conviction := self._convicted.pop(ordinal, None)) is not None:
                 return conviction.failure
             holder = next((exchange for exchange in self._up if exchange.holds(ordinal)), None)
@@ -282,7 +285,6 @@ class Fleet:
             collector=before.collector
             if before is not None and before.target.ready.boot_id == target.ready.boot_id
             else None,
-            owner=self._owner,
             counters=self._counters,
             run_id=self._run_id,
             layout=self._layout,
@@ -336,7 +338,7 @@ class Fleet:
                     prompt=found.prompt, attempts=found.attempts, num_deaths=num_deaths + 1
                 )
             else:
-                self._owner.post(Moved(ordinal=ordinal, event=Event.LOSE, attempts=found.attempts))
+                self._owner.post(Lost(ordinal=ordinal, attempts=found.attempts))
             self._suspects[ordinal] = num_deaths + 1
 
     async def _proven_again(self, member: Member) -> Target:

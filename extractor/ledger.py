@@ -8,8 +8,8 @@ from extractor.plan import Refusal
 from extractor.progress import Reporter
 from extractor.retry import Failure
 from extractor.shard_format import sample_bytes
-from manifest.records import Failed, Moved, Planned, Rejected
-from manifest.states import ASKED_FOR, Event, Reason
+from manifest.records import Failed, Planned, PromptFacts, Rejected, Retried, RowOrigin
+from manifest.states import ASKED_FOR, Reason
 from manifest.writer_thread import StoreOwner
 from prompts.types import BadRow, Prompt
 
@@ -33,23 +33,14 @@ class Ledger:
         """A prompt is to be sent; `row`: the same before it was cut."""
         self._owner.post(planned_row(prompt, row, source))
 
-    def move(self, prompt: Prompt, event: Event, *, attempts: int) -> None:
-        """A prompt is one step further, or back."""
-        self._owner.post(Moved(ordinal=prompt.ordinal, event=event, attempts=attempts))
-
     async def reject(self, row: Prompt | BadRow, refused: Refusal, *, source: int) -> None:
         """A row gives no prompt to send."""
         self._owner.post(
             Rejected(
-                ordinal=row.ordinal,
-                source=source,
-                line=row.line,
-                label=row.label,
-                part=row.part,
+                origin=_origin_of(row, source),
+                prompt=_facts_of(row) if isinstance(row, Prompt) else None,
                 reason=refused.reason,
                 detail=refused.detail,
-                key=row.key if isinstance(row, Prompt) else None,
-                num_tokens=row.num_tokens if isinstance(row, Prompt) else None,
             )
         )
         self._count_failed(row, refused.reason, refused.detail)
@@ -63,7 +54,9 @@ class Ledger:
         self._counters.tokens += prompt.num_tokens
         self._counters.stored_bytes += sample_bytes(prompt.num_tokens, self._layout)
 
-    def count_retry(self) -> None:
+    def retry(self, prompt: Prompt, *, attempts: int) -> None:
+        """An attempt failed, and the prompt is sent again."""
+        self._owner.post(Retried(ordinal=prompt.ordinal, attempts=attempts))
         self._counters.retried += 1
 
     def give_up(self, prompt: Prompt, failure: Failure, *, attempts: int) -> None:
@@ -98,20 +91,24 @@ class Ledger:
 
 
 def planned_row(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
-    """What the manifest is told of a prompt; `row`: the same before it was cut."""
+    """The manifest's record of a planned prompt; `row`: the same before it was cut."""
     detail = None
     if isinstance(row, Prompt) and row.num_tokens > prompt.num_tokens:
         at_least = "more than " if row.is_beginning else ""
         detail = f"cut from {at_least}{row.num_tokens} tokens"
-    return Planned(
-        ordinal=prompt.ordinal,
-        source=source,
-        line=prompt.line,
-        label=prompt.label,
-        part=prompt.part,
+    return Planned(origin=_origin_of(prompt, source), prompt=_facts_of(prompt), detail=detail)
+
+
+def _origin_of(row: Prompt | BadRow, source: int) -> RowOrigin:
+    return RowOrigin(
+        ordinal=row.ordinal, source=source, line=row.line, label=row.label, part=row.part
+    )
+
+
+def _facts_of(prompt: Prompt) -> PromptFacts:
+    return PromptFacts(
         key=prompt.key,
         num_tokens=prompt.num_tokens,
         num_trained=prompt.num_trained,
         alterations=tuple(alteration.value for alteration in prompt.alterations),
-        detail=detail,
     )

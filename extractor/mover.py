@@ -25,8 +25,7 @@ from extractor.retry import Failure
 from extractor.shard_format import sample_bytes, samples_expected
 from extractor.shards import ShardSettings, ShardWriter
 from extractor.signals import to_its_end
-from manifest.records import Moved, Row, Shard, Stored
-from manifest.states import Event
+from manifest.records import Shard, Stored, StoredRow
 from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
 
@@ -94,7 +93,7 @@ class Mover:
         """Samples that wait."""
         return self._jobs.qsize()
 
-    async def resume(self, shard: Shard, rows: Sequence[Row]) -> None:
+    async def resume(self, shard: Shard, rows: Sequence[StoredRow]) -> None:
         """Go on filling a shard that an earlier session left open."""
         self._writer = await self._in_thread(
             lambda: ShardWriter.resume(self._settings, shard, rows)
@@ -168,18 +167,7 @@ class Mover:
             if isinstance(outcome, Stored)
         ]
         try:
-            await self._owner.commit(
-                *(
-                    change
-                    for job, outcome in stored
-                    for change in (
-                        Moved(
-                            ordinal=job.prompt.ordinal, event=Event.VERIFY, attempts=job.attempts
-                        ),
-                        outcome,
-                    )
-                )
-            )
+            await self._owner.commit(*(outcome for _, outcome in stored))
         except asyncio.CancelledError:
             # The commit goes on, and the session may, when a server returns.
             self._count(stored)
@@ -210,9 +198,15 @@ class Mover:
             began = time.monotonic()
             self._stages[Stage.MOVER_WAIT].add(began - job.queued_at)
             try:
-                stored = writer.append(job.prompt, job.pieces)
+                sample = writer.append(job.prompt, job.pieces)
                 boot_id = job.pieces[0].handle.dump.header.boot_id
-                outcomes.append(replace(stored, server=self._server_of(boot_id)))
+                outcomes.append(
+                    Stored(
+                        ordinal=job.prompt.ordinal,
+                        sample=replace(sample, server=self._server_of(boot_id)),
+                        attempts=job.attempts,
+                    )
+                )
             except SampleFault as fault:
                 outcomes.append(fault.failure)
             self._stages[Stage.COPY].add(time.monotonic() - began)
@@ -335,7 +329,7 @@ class Movers:
 
 
 async def seal_left_open(
-    settings: ShardSettings, owner: StoreOwner, shard: Shard, rows: Sequence[Row]
+    settings: ShardSettings, owner: StoreOwner, shard: Shard, rows: Sequence[StoredRow]
 ) -> None:
     """Seal a shard that an earlier session left open and that gets no more samples."""
     mover = Mover(settings, owner, next_number=lambda: shard.number, rows_left=lambda: 0)

@@ -33,7 +33,7 @@ from extractor.shards import ShardSettings, ShardWriter, sealed_shard_path
 from extractor.strays import ManifestLost
 from extractor.tables import counted
 from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceError
-from manifest.records import Forgotten, Relocated, Row, Shard
+from manifest.records import Forgotten, Relocated, Shard, StoredRow
 from manifest.store import Store
 
 
@@ -182,7 +182,7 @@ class _Repairer:
             rows=len(damage.rows),
         )
 
-    def _replace(self, shard: Shard, rows: Sequence[Row], damaged: Collection[int]) -> int:
+    def _replace(self, shard: Shard, rows: Sequence[StoredRow], damaged: Collection[int]) -> int:
         """Move the sound samples of a shard to a new one; how many those were."""
         path = sealed_shard_path(self._settings.directory, shard)
         if not path.exists():
@@ -210,7 +210,7 @@ class _Repairer:
             writer.close()
 
     def _move(
-        self, writer: ShardWriter, rows: Sequence[Row], path: Path, damaged: Collection[int]
+        self, writer: ShardWriter, rows: Sequence[StoredRow], path: Path, damaged: Collection[int]
     ) -> None:
         changes: list[Relocated | Forgotten] = []
         source = os.open(path, os.O_RDONLY)

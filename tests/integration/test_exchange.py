@@ -15,8 +15,6 @@ from extractor.retry import Failure
 from extractor.targets import require_target
 from extractor.testing import FakeServer, Fault
 from extractor.turns import Turns
-from manifest.records import Planned, Source
-from manifest.writer_thread import StoreOwner
 
 
 async def test_what_is_answered_and_dumped_when_a_server_is_lost_is_not_asked_for_again(
@@ -25,15 +23,6 @@ async def test_what_is_answered_and_dumped_when_a_server_is_lost_is_not_asked_fo
     (row,) = make_prompts(1, shortest=5)
     prompt = prompt_of(row)
     path = write_prompts(tmp_path / "p.jsonl", [row])
-    owner = await StoreOwner.open(tmp_path / "manifest.sqlite")
-    source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=1)
-    await owner.call(lambda store: store.begin({}, [source]))
-    owner.post(
-        Planned(
-            ordinal=0, source=0, line=1, label=None, key=prompt.key,
-            num_tokens=prompt.num_tokens, num_trained=0,
-        )
-    )  # fmt: skip
     server = FakeServer(dump_root, faults=lambda number, rid: Fault.NO_DUMP)
     async with (
         server.running(),
@@ -46,7 +35,6 @@ async def test_what_is_answered_and_dumped_when_a_server_is_lost_is_not_asked_fo
             client=client,
             target=await require_target(client, options),
             collector=None,
-            owner=owner,
             counters=Counters(),
             run_id="run",
             layout=LAYOUT,
@@ -66,4 +54,3 @@ async def test_what_is_answered_and_dumped_when_a_server_is_lost_is_not_asked_fo
         assert not isinstance(pieces, Failure)
         assert [piece.rows for piece in pieces] == [prompt.num_tokens]
         assert pieces[0].handle.path.exists()
-    await owner.close()
