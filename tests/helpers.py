@@ -23,7 +23,7 @@ from extractor.core.run_options import Input, RunOptions
 from extractor.servers.server_facts import facts_of
 from extractor.testing.fake_server import FakeServer, fake_states
 from extractor.verify.audit import audit
-from manifest.records import Row, ServerStart
+from manifest.records import Row, ServerStart, StoredRow
 from manifest.states import State
 from manifest.store import Store
 from prompts.types import Prompt
@@ -193,6 +193,21 @@ def rows_of(out: Path) -> list[Row]:
         return list(store.rows())
     finally:
         store.close()
+
+
+def stored_rows(out: Path) -> list[StoredRow]:
+    """The stored rows, by ordinal."""
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        rows = [row for shard in store.shards() for row in store.shard_rows(shard.number)]
+    finally:
+        store.close()
+    return sorted(rows, key=lambda row: row.ordinal)
+
+
+def servers_of(out: Path) -> dict[int, int | None]:
+    """The number of the server start that computed each stored row, by ordinal."""
+    return {row.ordinal: row.sample.server for row in stored_rows(out)}
 
 
 def stored_ordinals(out: Path) -> set[int]:

@@ -37,6 +37,7 @@ from helpers import (
     read_samples,
     rows_of,
     stored_ordinals,
+    stored_rows,
     write_prompts,
 )
 
@@ -150,7 +151,7 @@ async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, not
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         await run(options_for(server, path, tmp_path / "out"), notes)
     assert_whole(tmp_path / "out", prompts)
-    pieces = {row.ordinal: row.num_pieces for row in rows_of(tmp_path / "out")}
+    pieces = {row.ordinal: row.sample.num_pieces for row in stored_rows(tmp_path / "out")}
     assert pieces == {n: -(-len(row.ids) // 7) for n, row in enumerate(prompts)}
     assert dumps_under(dump_root) == []
 
