@@ -44,7 +44,8 @@ from extractor.core.run_options import (
 )
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.pipeline.dry_run import dry_run as dry_run_of
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.run import run
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import any_server_answers, free_port, running_server
 from extractor.servers.sglang_flags import (
     DEFAULT_LAST_KIND,

@@ -11,7 +11,7 @@ most once for all requests that were sent before the last cut, and never below 1
 >>> limiter.refused(now=3.0, sent_at=2.5); limiter.limit
 2
 
-Every `limit` served requests raise it by one again, up to the bound:
+Every `limit` served requests raise it again by an eighth, at least by one, up to the bound:
 
 >>> limiter.served(); limiter.served(); limiter.limit
 3
@@ -54,7 +54,7 @@ class Limiter:
         """A request was answered with what was asked for."""
         self._served_at_limit += 1
         if self._served_at_limit >= self.limit and self.limit < self.max_requests:
-            self.limit += 1
+            self.limit = min(self.max_requests, self.limit + max(1, self.limit // 8))
             self._served_at_limit = 0
 
     def refused(self, *, now: float, sent_at: float) -> None:

@@ -79,7 +79,7 @@ class Session:
             max_holders=max_prompts(self._pool.request_limit),
         )
         self._movers = MoverPool(
-            shard_settings(options, data_set.identity),
+            ShardSettings.of(options.output, data_set.identity),
             data_set.owner,
             recorder,
             self._counters,
@@ -234,12 +234,3 @@ def _seen_keys(store: Store) -> dict[bytes, int]:
         seen.setdefault(bytes.fromhex(key), ordinal)
     return seen
 
-
-def shard_settings(options: RunOptions, identity: Identity) -> ShardSettings:
-    """What every shard of the run has in common."""
-    return ShardSettings(
-        directory=options.output.shards_path,
-        identity=identity,
-        shard_bytes=options.output.shard_bytes,
-        file_mode=options.output.file_mode,
-    )

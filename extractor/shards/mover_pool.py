@@ -45,9 +45,8 @@ class MoverPool:
             ShardSequence(settings, owner, numbers=numbers, rows=counters.rows)
             for _ in range(count)
         ]
-        timings = replace(
-            timings, group_bytes=min(timings.group_bytes, budget_bytes // (2 * count))
-        )
+        group_bytes = min(timings.group_bytes, budget_bytes // (2 * count))
+        timings = replace(timings, group_bytes=group_bytes)
         self.all = tuple(
             Mover(shards, recorder, counters.stages, timings) for shards in self._sequences
         )

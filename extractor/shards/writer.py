@@ -17,6 +17,7 @@ import xxhash
 
 from extractor.core.errors import UsageError
 from extractor.core.identity import Identity
+from extractor.core.run_options import Output
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.shards.format import (
     encode_shard_header,
@@ -48,12 +49,22 @@ def sealed_shard_path(directory: Path, shard: Shard) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """What is the same for every shard of a run."""
+    """The properties that all shards of a run share."""
 
     directory: Path
     identity: Identity
     shard_bytes: int  # a shard is sealed before it would grow beyond this, if it holds a sample
     file_mode: int
+
+    @classmethod
+    def of(cls, output: Output, identity: Identity) -> ShardSettings:
+        """The settings of the data set that a run writes."""
+        return cls(
+            directory=output.shards_path,
+            identity=identity,
+            shard_bytes=output.shard_bytes,
+            file_mode=output.file_mode,
+        )
 
 
 class ShardWriter:

@@ -21,14 +21,12 @@ from typing import Any
 import orjson
 
 from extractor.core.counters import Counters, Moment, ServerNow
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.report import session_document
 from extractor.system.files import read_regular
 from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
 
 LIVE_NAME = ".live.json"
-INTERVAL_S = 1.0
-#: From another PID namespace it cannot be seen whether a process lives: older than this is dead.
-STALE_S = 30.0
 _MAX_BYTES = 4 << 20
 
 
@@ -48,8 +46,15 @@ class LiveFile:
     could not be written is made up for by the next.
     """
 
-    def __init__(self, out: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *,
+        interval_s: float = DEFAULT_TIMINGS.status.live_interval_s,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = out / LIVE_NAME
+        self._interval_s = interval_s
         self._clock = clock
         self._next = clock()
         self._thread: ThreadPoolExecutor | None = None
@@ -63,7 +68,7 @@ class LiveFile:
     def update(self, counters: Counters) -> None:
         if self._clock() < self._next or (self._writing is not None and not self._writing.done()):
             return
-        self._next = self._clock() + INTERVAL_S
+        self._next = self._clock() + self._interval_s
         document = {
             **self._process,
             "written_at": time.time(),
@@ -101,8 +106,8 @@ def read_live(out: Path) -> Live | None:
     age_s = max(0.0, time.time() - document["written_at"])
     if not is_same_process(document["pid"], document["pid_start_ticks"], namespace):
         return None
-    if namespace != pid_namespace() and age_s > STALE_S:
-        return None
+    if namespace != pid_namespace() and age_s > DEFAULT_TIMINGS.status.stale_s:
+        return None  # whether the process lives cannot be seen from here
     return Live(pid=document["pid"], age_s=age_s, session=document["session"])
 
 

@@ -14,11 +14,11 @@ from extractor.core.counters import Counters
 from extractor.core.events import Reporter
 from extractor.core.humanize import amount, rate
 from extractor.core.log_line import log_line
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.report import session_document
 
-LINE_INTERVAL_S = 30.0
 #: Columns of a bar, at least, before figures are left out for it.
-LEAST_BAR = 8
+MIN_BAR = 8
 _BEFORE_BAR, _AFTER_BAR = "{percentage:3.0f}%|", "| {n_fmt}/{total_fmt} [ETA {remaining}{postfix}]"
 
 
@@ -55,16 +55,21 @@ class LineReporter:
     """One line each 30 s, for logs that people read."""
 
     def __init__(
-        self, stream: TextIO = sys.stderr, *, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO = sys.stderr,
+        *,
+        interval_s: float = DEFAULT_TIMINGS.status.line_interval_s,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
+        self._interval_s = interval_s
         self._clock = clock
-        self._next = clock() + LINE_INTERVAL_S
+        self._next = clock() + interval_s
 
     def update(self, counters: Counters) -> None:
         if self._clock() < self._next:
             return
-        self._next = self._clock() + LINE_INTERVAL_S
+        self._next = self._clock() + self._interval_s
         settled, total = counters.rows.settled, counters.rows.total
         self.report(
             f"{settled:,}/{total:,} rows, {', '.join(_figures(counters))}",
@@ -134,7 +139,7 @@ def _that_fit(bar: tqdm[Never], figures: Sequence[str]) -> str:
     for number in range(len(figures), 1, -1):
         postfix = ", ".join(figures[:number])
         without_bar = tqdm.format_meter(**{**parts, "postfix": postfix})
-        if width is None or len(without_bar) + LEAST_BAR <= width:
+        if width is None or len(without_bar) + MIN_BAR <= width:
             return postfix
     return figures[0]
 

@@ -17,8 +17,8 @@ from typing import Any
 from extractor.core.errors import CorruptData, UsageError, storage_error
 from extractor.core.humanize import counted
 from extractor.core.identity import Identity
-from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
-from extractor.core.run_options import DEFAULT_FILE_MODE, DEFAULT_SHARD_BYTES
+from extractor.core.locations import DATASET_NAME, MANIFEST_NAME
+from extractor.core.run_options import Output
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import shard_name
 from extractor.shards.strays import ManifestLost
@@ -135,12 +135,8 @@ class _Repairer:
     def __init__(self, out: Path, store: Store) -> None:
         self._out = out
         self._store = store
-        self._settings = ShardSettings(
-            directory=out / SHARDS_DIRECTORY,
-            identity=Identity.from_document(store.identity()),
-            shard_bytes=DEFAULT_SHARD_BYTES,
-            file_mode=DEFAULT_FILE_MODE,
-        )
+        identity = Identity.from_document(store.identity())
+        self._settings = ShardSettings.of(Output(directory=out), identity)
 
     def mend_manifest(self, rows: Collection[int]) -> None:
         names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}

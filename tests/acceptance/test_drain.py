@@ -17,8 +17,8 @@ from helpers import assert_whole, dumps_under, make_prompts, stored_ordinals, wr
 
 from acceptance.tool import Tool, fake_server, run_arguments, wait_until
 from extractor.cli import console
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.dumps import collector
-from extractor.pipeline.session import DRAIN_S
 from extractor.servers import client
 from extractor.system import process_tree
 from extractor.system.signals import END_S
@@ -30,11 +30,11 @@ DRIVER = """
 import fcntl, os, sys, threading
 from extractor.servers import client
 from extractor.dumps import collector
-from extractor.pipeline import session
+from extractor.core.timings import StopTimings, Timings
 from extractor.system import signals
 from extractor.cli.main import main
 
-signals.END_S, session.DRAIN_S, client.ABORT_TIMEOUT_S = {end_s}, 0.3, 0.3
+signals.END_S, client.ABORT_TIMEOUT_S = {end_s}, 0.3
 collector.LATE_DUMPS_S = 0.3
 real, count = os.pwrite, 0
 
@@ -55,7 +55,7 @@ def end(status, end=os._exit):
     end(status)
 
 os.pwrite, os._exit = pwrite, end
-main()
+main(Timings(stop=StopTimings(drain_s=0.3)))
 """
 
 
@@ -76,7 +76,7 @@ def test_the_steps_after_a_signal_add_up_to_less_than_20_seconds() -> None:
     assert END_S + console.TELL_S < 20
     # Requests in flight, aborts to a silent server, and late dumps; then the last writes of
     # manifest and shards, or killing our own server.
-    orderly = DRAIN_S + client.ABORT_TIMEOUT_S + collector.LATE_DUMPS_S
+    orderly = DEFAULT_TIMINGS.stop.drain_s + client.ABORT_TIMEOUT_S + collector.LATE_DUMPS_S
     assert orderly + process_tree.KILL_S <= END_S
 
 

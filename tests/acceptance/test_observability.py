@@ -52,7 +52,7 @@ def is_all_told(out: Path) -> bool:
     live = read_live(out)
     if live is None or (live.session["stored"], live.session["failed"]) != (11, 1):
         return False
-    totals = read_status(out).totals
+    totals = read_status(out).begun.totals
     return (totals.by_state[State.STORED], totals.by_state.get(State.FAILED)) == (11, 1)
 
 

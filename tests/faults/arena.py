@@ -30,6 +30,7 @@ from helpers import dumps_under, make_prompts, read_samples, rows_of, write_prom
 import extractor.cli.main
 import extractor.dispatch.health
 import extractor.pipeline.session
+from extractor.core.timings import StoreTimings, Timings
 from extractor.dispatch.retry import RetryPolicy
 from extractor.testing.fake_server import FakeServer, FaultPlan, no_faults
 from faults.steps import Fault, install, set_constants
@@ -48,7 +49,6 @@ MOST_IN_FLIGHT = 2 * CONCURRENCY + 1
 AS_IF_LARGE = {
     "extractor.dumps.collector.WHOLE_BYTES": 0,
     "extractor.dispatch.places.LIGHT_BYTES": 0,
-    "extractor.shards.mover.UNDIVIDED_BYTES": 0,
 }
 _CLONE_NEWNS = 0x20000
 
@@ -203,7 +203,7 @@ class Arena:
             module.RetryPolicy = quick_retries  # type: ignore[attr-defined]
         set_constants({**AS_IF_LARGE, **constants})
         install(plan, place / "trace", self.server.pid if self.server and self.server.pid else 0)
-        extractor.cli.main.main()
+        extractor.cli.main.main(Timings(store=StoreTimings(undivided_bytes=0)))
 
     def end(self, started: tuple[BaseProcess, Path]) -> Ended:
         """Wait for a command."""

@@ -40,8 +40,10 @@ from extractor.core.errors import (
     first_known,
 )
 from extractor.core.run_options import RunOptions
+from extractor.core.timings import StatusTimings, Timings
 from extractor.dispatch.server_pool import connections_each, require_connections
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.run import run
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import free_port
 from extractor.testing.fake_server import FakeModel, FakeServer, Fault, faults_once
 from manifest.states import Reason, State
@@ -56,6 +58,10 @@ pytestmark = pytest.mark.usefixtures("quick_retries", "quick_returns")
 def quick_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extractor.dispatch.server_pool, "RETURN_PAUSE_S", 0.02)
     monkeypatch.setattr(extractor.dispatch.health, "ALIVE_INTERVAL_S", 0.02)
+
+
+#: Reports often enough to see each change.
+WATCHED = Timings(status=StatusTimings(report_interval_s=0.01))
 
 
 @pytest.fixture
@@ -271,11 +277,9 @@ async def test_a_server_that_dies_in_mid_run_costs_no_row(
 async def test_a_server_that_returns_is_proven_and_used_again(
     tmp_path: Path,
     dump_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
     prompts: list[Ids],
     path: Path,
 ) -> None:
-    monkeypatch.setattr(extractor.pipeline.session, "REPORT_INTERVAL_S", 0.01)
     seen: list[tuple[ServerNow, ...]] = []
 
     class Watching(Notes):
@@ -291,7 +295,7 @@ async def test_a_server_that_returns_is_proven_and_used_again(
         )
         async with steady.running():
             options = options_of([first, steady], dump_root, path, tmp_path / "out")
-            running = asyncio.create_task(run(options, notes))
+            running = asyncio.create_task(run(options, notes, timings=WATCHED))
             await steady.has_begun_to_wait.wait()
             await killed([first], after=10)
             async with process(dump_root, "--port", str(port)) as second:
@@ -559,11 +563,9 @@ async def test_when_the_last_server_dies_the_run_ends_and_the_same_command_goes_
 async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
     tmp_path: Path,
     dump_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
     prompts: list[Ids],
     path: Path,
 ) -> None:
-    monkeypatch.setattr(extractor.pipeline.session, "REPORT_INTERVAL_S", 0.01)
     seen: list[tuple[ServerNow, ...]] = []
     some_are_stored = asyncio.Event()
 
@@ -575,7 +577,7 @@ async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
 
     async with process(dump_root, *SLOWLY) as one, process(dump_root, *SLOWLY) as other:
         options = options_of([one, other], dump_root, path, tmp_path / "out", server_wait_s=60.0)
-        running = asyncio.create_task(run(options, Watching()))
+        running = asyncio.create_task(run(options, Watching(), timings=WATCHED))
         await some_are_stored.wait()
         await killed([one, other], after=1)
         back = FakeServer(dump_root)

@@ -62,8 +62,10 @@ from extractor.core.events import Reporter
 from extractor.core.layout import Layout
 from extractor.core.request import Limits, dump_bytes
 from extractor.core.rids import PROBE_SESSION
+from extractor.core.timings import DEFAULT_TIMINGS, StoreTimings, Timings
 from extractor.pipeline.dry_run import dry_run
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.run import run
+from extractor.pipeline.summary import RunSummary
 from extractor.status.reporters import BarReporter, JsonReporter, LineReporter
 from extractor.system.lock import exclusive
 from extractor.testing.fake_server import LATE_S, FakeModel, FakeServer, Fault, faults_once
@@ -153,20 +155,16 @@ async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, not
     assert dumps_under(dump_root) == []
 
 
-@pytest.mark.parametrize("undivided_bytes", [0, extractor.shards.mover.UNDIVIDED_BYTES])
+@pytest.mark.parametrize("undivided_bytes", [0, DEFAULT_TIMINGS.store.undivided_bytes])
 async def test_many_small_shards_hold_what_one_would(
-    undivided_bytes: int,
-    tmp_path: Path,
-    dump_root: Path,
-    notes: Notes,
-    monkeypatch: pytest.MonkeyPatch,
+    undivided_bytes: int, tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
-    monkeypatch.setattr(extractor.shards.mover, "UNDIVIDED_BYTES", undivided_bytes)
+    timings = Timings(store=StoreTimings(undivided_bytes=undivided_bytes))
     prompts = make_prompts(60, shortest=20)
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         options = options_for(server, path, tmp_path / "out", shard_bytes=60_000, num_movers=2)
-        await run(options, notes)
+        await run(options, notes, timings=timings)
     assert_whole(tmp_path / "out", prompts)
     shards = list((tmp_path / "out" / "shards").iterdir())
     assert len(shards) > 4
@@ -1316,9 +1314,8 @@ async def test_a_full_output_disk_stops_with_exit_4_and_loses_nothing(
 ) -> None:
     prompts = make_prompts(60, shortest=20)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
-    monkeypatch.setattr(
-        extractor.shards.mover, "GROUP_SAMPLES", 8
-    )  # some are stored before it is full
+    # Some are stored before it is full.
+    timings = Timings(store=StoreTimings(group_samples=8))
     room = 150_000
     real = os.pwrite
 
@@ -1331,7 +1328,8 @@ async def test_a_full_output_disk_stops_with_exit_4_and_loses_nothing(
     async with FakeServer(dump_root).running() as server:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
-            task = asyncio.create_task(run(options_for(server, path, tmp_path / "out"), notes))
+            options = options_for(server, path, tmp_path / "out")
+            task = asyncio.create_task(run(options, notes, timings=timings))
             error = await raises_known(task)
         assert isinstance(error, SpaceError)
         assert exit_code(error) == 4

@@ -15,9 +15,9 @@ import pytest
 from helpers import Notes
 
 from extractor.core.counters import Counters, Moment, Rows, ServerNow
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.reporters import (
-    LEAST_BAR,
-    LINE_INTERVAL_S,
+    MIN_BAR,
     BarReporter,
     JsonReporter,
     LineReporter,
@@ -42,7 +42,7 @@ def test_lines_come_at_intervals_however_often_the_run_reports() -> None:
     counters = Counters(
         rows=Rows(total=10, settled_before=2, stored=1, failed_by_reason=ONE_FAILED)
     )
-    for _ in range(int(3.5 * LINE_INTERVAL_S)):
+    for _ in range(int(3.5 * DEFAULT_TIMINGS.status.line_interval_s)):
         clock.now += 1
         reporter.update(counters)
     lines = stream.getvalue().splitlines()
@@ -116,7 +116,7 @@ def test_where_there_is_little_room_the_figures_that_matter_stay(num_rows: int) 
         os.close(ours)
         assert len(shown[columns]) <= columns
         bar = shown[columns].split("|")[1]
-        assert len(bar) >= (LEAST_BAR if columns > 60 else 1)
+        assert len(bar) >= (MIN_BAR if columns > 60 else 1)
         assert "1 failed" in shown[columns]
     assert "12/16 in flight" in shown[80]
     assert ("153,326 tok/s" in shown[80]) == (num_rows == 20_000)
@@ -131,7 +131,7 @@ def test_rates_are_over_this_session(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (counters.tokens_per_s, counters.bytes_per_s) == (100.0, 3_800_000.0)
     clock = Clock()
     reporter = LineReporter(stream := io.StringIO(), clock=clock)
-    clock.now += LINE_INTERVAL_S
+    clock.now += DEFAULT_TIMINGS.status.line_interval_s
     reporter.update(counters)
     assert stream.getvalue().startswith("1,626/3,000 rows, 0 failed, ")
     assert stream.getvalue().endswith("mean 100 tok/s, 3.8 MB/s\n")
@@ -143,7 +143,7 @@ def test_a_log_for_programs_has_one_object_a_line() -> None:
     reporter.report("a row failed\nbadly", event="row_failed", level="warning", line=3)
     counters = Counters(rows=Rows(total=10, stored=1, failed_by_reason=ONE_FAILED))
     reporter.update(counters)
-    clock.now += LINE_INTERVAL_S
+    clock.now += DEFAULT_TIMINGS.status.line_interval_s
     reporter.update(counters)
     reporter.close()
     failed, progress = map(json.loads, stream.getvalue().splitlines())
