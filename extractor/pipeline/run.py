@@ -270,8 +270,8 @@ class _Extraction:
     def _announce(self, identity: Identity, targets: Sequence[Target]) -> None:
         rows, report = self.counters.rows, self.reporter.report
         report(
-            f"{identity.model.path} at {', '.join(target.url for target in targets)}: "
-            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.model.dtype}; "
+            f"{identity.model.path} at {', '.join(target.url for target in targets)}: boundaries "
+            f"{list(identity.boundaries)}, last {identity.last_kind}, {identity.model.dtype}; "
             f"{rows.total:,} rows, {rows.settled:,} settled before"
         )
         if self.options.load.shm_budget_bytes is None:
