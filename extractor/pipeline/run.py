@@ -238,8 +238,10 @@ class _Extraction:
     async def _identity(self, state: RunState, target: Target, renderer: Renderer) -> Identity:
         """The data set's identity, in the manifest from now on."""
         options = self.options
-        identity = Identity.of(
-            target.ready,
+        identity = Identity(
+            model=target.ready.model,
+            boundaries=target.ready.capture.boundaries,
+            last_kind=target.ready.capture.last_kind,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
             reading=options.input.document | ({NOW: renderer.now} if renderer.now else {}),
@@ -270,8 +272,9 @@ class _Extraction:
     def _announce(self, identity: Identity, targets: Sequence[Target]) -> None:
         rows, report = self.counters.rows, self.reporter.report
         report(
-            f"{identity.model.path} at {', '.join(target.url for target in targets)}: boundaries "
-            f"{list(identity.boundaries)}, last {identity.last_kind}, {identity.model.dtype}; "
+            f"{identity.model.path} at {', '.join(target.url for target in targets)}: "
+            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
+            f"{identity.model.dtype}; "
             f"{rows.total:,} rows, {rows.settled:,} settled before"
         )
         if self.options.load.shm_budget_bytes is None:

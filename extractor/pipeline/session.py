@@ -15,7 +15,6 @@ from extractor.core.admission import Admission, Refusal, Room
 from extractor.core.counters import Moment
 from extractor.core.errors import Interrupted
 from extractor.core.events import Reporter
-from extractor.core.identity import Identity
 from extractor.core.request import dump_bytes
 from extractor.core.row_policy import OnDuplicate
 from extractor.core.run_options import RunOptions
@@ -233,4 +232,3 @@ def _seen_keys(store: Store) -> dict[bytes, int]:
     for ordinal, key in store.keys():
         seen.setdefault(bytes.fromhex(key), ordinal)
     return seen
-

@@ -161,9 +161,6 @@ async def test_a_duplicate_request_is_reported_and_the_first_copy_is_dumped(
     assert refused, replies
     assert all(reply.kind is FailureKind.COPY for reply in refused)
     assert all("Duplicate request ID" in reply.detail for reply in refused)
-        reply.kind is FailureKind.COPY and "Duplicate request ID" in reply.detail
-        for reply in refused
-    )
     expected = ReplyFacts(prompt_tokens=len(ids), cached_tokens=0, weight_version="default")
     assert expected in replies
     async with asyncio.timeout(PATIENCE_S):
