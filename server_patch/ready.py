@@ -8,7 +8,17 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from server_patch.dump_format import FORMAT_VERSION, READY_NAME, LastKind, Ready, encode_ready
+from server_patch.dump_format import (
+    READY_NAME,
+    CaptureInfo,
+    EngineInfo,
+    LastKind,
+    ModelInfo,
+    ProcessInfo,
+    Ready,
+    WeightsInfo,
+    encode_ready,
+)
 from server_patch.durable_files import replace
 from server_patch.sglang_api import Facts
 
@@ -31,37 +41,45 @@ def make_ready(
 ) -> Ready:
     """The contract of this process, complete."""
     return Ready(
-        format_version=FORMAT_VERSION,
         boot_id=boot_id,
         rank=rank,
-        pid=os.getpid(),
-        pid_start_ticks=own_start_ticks(),
-        started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        plugin_version=plugin_version(),
-        engine_version=facts.engine_version,
-        host=facts.host,
-        port=facts.port,
-        model_path=facts.model_path,
-        architecture=architecture,
-        config_digest=config_digest,
-        vocab_size=facts.vocab_size,
-        num_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        dtype=facts.dtype,
-        boundaries=boundaries,
-        last_kind=last_kind,
-        capture_method=capture_method,
-        tp_size=facts.tp_size,
-        dp_size=facts.dp_size,
-        rid_prefix=rid_prefix,
-        chunked_prefill_size=facts.chunked_prefill_size,
-        radix_cache=facts.radix_cache,
-        ring_bytes=ring_bytes,
-        num_writers=num_writers,
-        quantization=facts.quantization,
-        kv_cache_dtype=facts.kv_cache_dtype,
-        settings=facts.settings,
-        pid_namespace=os.readlink("/proc/self/ns/pid"),
+        process=ProcessInfo(
+            pid=os.getpid(),
+            start_ticks=own_start_ticks(),
+            started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            host=facts.host,
+            port=facts.port,
+            namespace=os.readlink("/proc/self/ns/pid"),
+        ),
+        engine=EngineInfo(
+            version=facts.engine_version,
+            tp_size=facts.tp_size,
+            dp_size=facts.dp_size,
+            chunked_prefill_size=facts.chunked_prefill_size,
+            radix_cache=facts.radix_cache,
+            kv_cache_dtype=facts.kv_cache_dtype,
+            settings=facts.settings,
+        ),
+        model=ModelInfo(
+            path=facts.model_path,
+            architecture=architecture,
+            config_digest=config_digest,
+            vocab_size=facts.vocab_size,
+            num_layers=facts.num_layers,
+            hidden_size=facts.hidden_size,
+            dtype=facts.dtype,
+            quantization=facts.quantization,
+        ),
+        weights=WeightsInfo(),
+        capture=CaptureInfo(
+            plugin_version=plugin_version(),
+            boundaries=boundaries,
+            last_kind=last_kind,
+            method=capture_method,
+            rid_prefix=rid_prefix,
+            ring_bytes=ring_bytes,
+            num_writers=num_writers,
+        ),
     )
 
 

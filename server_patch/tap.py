@@ -127,7 +127,9 @@ class Tap:
             )
             for span in group
         ]
-        self._writers.submit(slot, slot_rows=end - begin, pieces=pieces, weights=self._weights.id)
+        self._writers.submit(
+            slot, slot_rows=end - begin, pieces=pieces, weights=self._weights.info.id
+        )
         return waited
 
     def _take_slot(self) -> tuple[Slot, float]:

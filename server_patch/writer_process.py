@@ -21,6 +21,7 @@ from typing import Final
 from server_patch.dump_format import (
     DumpHeader,
     ErrorRecord,
+    StateLayout,
     dump_name,
     encode_error,
     encode_header,
@@ -41,6 +42,12 @@ class Scribe:
         self._assignment = assignment
         self._directory = Path(assignment.directory)
         self._ring = ring
+        self._states = StateLayout(
+            boundaries=assignment.boundaries,
+            hidden_size=assignment.layout.hidden_size,
+            dtype=assignment.layout.dtype,
+            last_kind=assignment.layout.last_kind,
+        )
 
     def write(self, job: Job) -> Report:
         """Write every file of `job`."""
@@ -85,10 +92,7 @@ class Scribe:
             rid=piece.rid,
             start=piece.start,
             rows=piece.rows,
-            boundaries=assignment.boundaries,
-            hidden_size=assignment.layout.hidden_size,
-            dtype=assignment.layout.dtype,
-            last_kind=assignment.layout.last_kind,
+            layout=self._states,
             boot_id=assignment.boot_id,
             rank=assignment.rank,
             counter=piece.counter,

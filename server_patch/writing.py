@@ -54,13 +54,7 @@ class Writing:
         )
 
         def write() -> None:
-            current = replace(
-                document,
-                weights=self.weights.id,
-                weights_layout=self.weights.layout,
-                weights_s=self.weights.seconds,
-                weight_version=self.weights.version,
-            )
+            current = replace(document, weights=self.weights.info)
             ready.tell_ready(self.home.directory, current, file_mode=self.home.file_mode)
 
         def write_again() -> None:

@@ -23,11 +23,18 @@ from extractor.core.run_options import Input, RunOptions
 from extractor.servers.server_facts import facts_of
 from extractor.testing.fake_server import FakeServer, fake_states
 from extractor.verify.audit import audit
-from manifest.records import Row, ServerStart
+from manifest.records import Row, ServerStart, StoredRow
 from manifest.states import State
 from manifest.store import Store
 from prompts.types import Prompt
-from server_patch.dump_format import FORMAT_VERSION, DumpHeader, Ready
+from server_patch.dump_format import (
+    FORMAT_VERSION,
+    DumpHeader,
+    Ready,
+    StateLayout,
+    decode_ready,
+    encode_ready,
+)
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 #: 16-bit floats are compared as bit patterns.
@@ -188,6 +195,21 @@ def rows_of(out: Path) -> list[Row]:
         store.close()
 
 
+def stored_rows(out: Path) -> list[StoredRow]:
+    """The stored rows, by ordinal."""
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        rows = [row for shard in store.shards() for row in store.shard_rows(shard.number)]
+    finally:
+        store.close()
+    return sorted(rows, key=lambda row: row.ordinal)
+
+
+def servers_of(out: Path) -> dict[int, int | None]:
+    """The number of the server start that computed each stored row, by ordinal."""
+    return {row.ordinal: row.sample.server for row in stored_rows(out)}
+
+
 def stored_ordinals(out: Path) -> set[int]:
     return {row.ordinal for row in rows_of(out) if row.state is State.STORED}
 
@@ -255,7 +277,8 @@ def make_identity(**changes: Any) -> Identity:
         "inputs": ("i",),
         **changes,
     }
-    return Identity(**values)
+    lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+    return Identity.from_document(values | lists)
 
 
 def make_start(
@@ -279,20 +302,23 @@ def make_header(**changes: Any) -> DumpHeader:
         "rid": "xtr-run-session-0-1",
         "start": 0,
         "rows": 3,
+        "boot_id": "boot",
+        "rank": 0,
+        "counter": 7,
+    }
+    layout: dict[str, Any] = {
         "boundaries": (1, 2, 3),
         "hidden_size": 8,
         "dtype": "BF16",
         "last_kind": "post",
-        "boot_id": "boot",
-        "rank": 0,
-        "counter": 7,
-        **changes,
     }
-    return DumpHeader(**values)
+    layout |= {name: changes.pop(name) for name in layout if name in changes}
+    return DumpHeader(**{**values, **changes}, layout=StateLayout(**layout))
 
 
 def make_ready(**changes: Any) -> Ready:
-    values: dict[str, Any] = {
+    """`changes` are keys of READY.json."""
+    document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "boot_id": "boot",
         "rank": 0,
@@ -320,6 +346,10 @@ def make_ready(**changes: Any) -> Ready:
         "radix_cache": False,
         "ring_bytes": 0,
         "num_writers": 1,
-        **changes,
     }
-    return Ready(**values)
+    return decode_ready(json.dumps({**document, **changes}).encode())
+
+
+def change_ready(ready: Ready, **changes: Any) -> Ready:
+    """`ready` with other values for some keys of READY.json."""
+    return decode_ready(json.dumps({**json.loads(encode_ready(ready)), **changes}).encode())

@@ -47,7 +47,13 @@ from extractor.pipeline.dry_run import dry_run as dry_run_of
 from extractor.pipeline.run import run
 from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import any_server_answers, free_port, running_server
-from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
+from extractor.servers.sglang_flags import (
+    DEFAULT_LAST_KIND,
+    DEFAULT_LAYERS,
+    EngineOptions,
+    PluginOptions,
+    ServeOptions,
+)
 from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
 from extractor.status.reporters import Together, reporter_for
 
@@ -235,12 +241,12 @@ def run_command(
     serve_options = None
     if model is not None:
         serve_options = ServeOptions(
-            model=model,
-            port=free_port(),
-            dump_root=options.servers.dump_root,
-            layers=layers or DEFAULT_LAYERS,
-            last_kind=last_kind or DEFAULT_LAST_KIND,
-            arguments=arguments,
+            engine=EngineOptions(model=model, port=free_port(), arguments=arguments),
+            plugin=PluginOptions(
+                dump_root=options.servers.dump_root,
+                layers=layers or DEFAULT_LAYERS,
+                last_kind=last_kind or DEFAULT_LAST_KIND,
+            ),
         )
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")
@@ -253,7 +259,8 @@ def run_command(
             reporter.report(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
         summary = run_async(
-            _run(options, serve_options, reporter, timings, is_named=bool(server_urls))
+            _run(options, serve_options, reporter, timings, is_named=bool(server_urls)),
+            timings=timings.stop,
         )
     status = 1 if summary.num_failed else 0
     document = summary.to_document(options.output.directory)
@@ -281,5 +288,5 @@ async def _run(
         reporter.report(
             f"no server answers at {', '.join(options.servers.urls)}; starting one of our own"
         )
-    async with running_server(serve_options, report=reporter.report) as server:
+    async with running_server(serve_options, report=reporter.report, timings=timings) as server:
         return await run(options.with_server(server.url), reporter, timings=timings)

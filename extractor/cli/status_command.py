@@ -47,8 +47,8 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
     begun, identity = status.begun, status.begun.identity
     click.echo(f"{out}: {standing(status.look)}")
     click.echo(
-        f"{identity.model}: boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
-        f"{identity.dtype}"
+        f"{identity.model.path}: boundaries {list(identity.boundaries)}, "
+        f"last {identity.last_kind}, {identity.model.dtype}"
     )
     click.echo(totals_table(begun.totals, num_unread=begun.num_unread))
     if status.failed:

@@ -53,6 +53,10 @@ class Pace:
         self._window_s = window_s
         self._noted: deque[tuple[float, int, int]] = deque()
 
+    def restart(self) -> None:
+        """Count the session's age from now on."""
+        self.started = time.monotonic()
+
     def note(self, now: float, *, tokens: int, rows: int) -> None:
         """Add the totals at this moment of a monotonic clock."""
         self._noted.append((now, tokens, rows))

@@ -23,9 +23,9 @@ from extractor.core.humanize import counted
 from extractor.core.layout import Layout
 from extractor.core.request import Limits, Request
 from extractor.core.run_options import RunOptions
-from extractor.dispatch.limiter import MOST_LIMIT
-from extractor.dispatch.places import LIGHT_BYTES, num_places
-from extractor.dispatch.server_pool import require_connections
+from extractor.dispatch.budget import max_prompts
+from extractor.dispatch.limiter import MAX_DEFAULT_LIMIT
+from extractor.dispatch.server import require_connections
 from extractor.intake.prompt_files import scan_prompts
 from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of, renderer_for
 from extractor.pipeline.forecast import Forecast, Speed, forecast_document, forecast_text
@@ -195,8 +195,9 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         admission=Admission(options.input.policy, around.limits, room),
         limits=around.limits,
         room=room,
-        num_held=num_places((options.load.concurrency or MOST_LIMIT) * len(options.servers.urls)),
-        light_bytes=LIGHT_BYTES,
+        num_held=max_prompts(
+            (options.load.concurrency or MAX_DEFAULT_LIMIT) * len(options.servers.urls)
+        ),
         shard_bytes=options.output.shard_bytes,
         num_movers=options.load.num_movers,
     )

@@ -28,8 +28,7 @@ class Forecast:
     admission: Admission
     limits: Limits | None  # None where no server told them
     room: Room | None  # None where the states' shape is not known
-    num_held: int  # most prompts of any size whose dumps can lie under the dump root at a time
-    light_bytes: int  # of dumps of small prompts besides
+    num_held: int  # most prompts whose dumps can lie under the dump root at a time
     shard_bytes: int
     num_movers: int
 
@@ -41,7 +40,6 @@ class Forecast:
     untrained: int = 0
     data_bytes: int = 0
     sample: list[Prompt] = field(default_factory=list)
-    _dumps_bytes: int = 0  # of all prompts
     _largest: list[int] = field(default_factory=list)  # a heap of the largest dumps
     _chance: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -60,7 +58,6 @@ class Forecast:
             self.data_bytes += sample_bytes(judged.num_tokens, self.room.layout)
             if self.limits is not None:
                 size = dump_bytes(judged.num_tokens, self.room.layout, self.limits)
-                self._dumps_bytes += size
                 keep = heapq.heappush if len(self._largest) < self.num_held else heapq.heappushpop
                 keep(self._largest, size)
         self._take_sample(judged)
@@ -86,9 +83,7 @@ class Forecast:
         """Most bytes under the dump root; None where that is not known."""
         if self.room is None or self.limits is None:
             return None
-        largest = sum(self._largest)
-        light = min(self.light_bytes, self._dumps_bytes - largest)
-        return min(self.room.budget_bytes, largest + light)
+        return min(self.room.budget_bytes, sum(self._largest))
 
     @property
     def num_shards(self) -> int | None:

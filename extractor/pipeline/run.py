@@ -26,14 +26,14 @@ from extractor.core.request import Limits
 from extractor.core.rids import rid_prefix
 from extractor.core.run_options import RunOptions
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
-from extractor.dispatch.health import RESTART_ADVICE
-from extractor.dispatch.limiter import MOST_LIMIT
+from extractor.dispatch.limiter import MAX_DEFAULT_LIMIT
 from extractor.dispatch.provenance import Provenance
-from extractor.dispatch.server_pool import Member, require_connections
+from extractor.dispatch.server import Server, require_connections
 from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
 from extractor.dumps.discovery import require_dump_directory
 from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
 from extractor.intake.prompt_stream import renderer_for
+from extractor.pipeline.data_set import DataSet, Intake
 from extractor.pipeline.resume import (
     NOW,
     RunState,
@@ -146,9 +146,8 @@ class _Extraction:
             except (ServerGone, ExceptionGroup) as error:
                 if not isinstance(gone := first_known(error), ServerGone) or not wait_s:
                     raise
-                what = str(gone).removesuffix(RESTART_ADVICE).rstrip()
                 self.reporter.report(
-                    f"{what}\nwaiting up to {wait_s:.0f} s for it",
+                    f"{gone.what}\nwaiting up to {wait_s:.0f} s for it",
                     event="servers_gone",
                     level="warning",
                 )
@@ -174,11 +173,11 @@ class _Extraction:
         state.forget(left.lost)
         async with clients_of(
             options.servers.urls,
-            concurrency=options.load.concurrency or MOST_LIMIT,
+            concurrency=options.load.concurrency or MAX_DEFAULT_LIMIT,
             request_timeout_s=options.patience.request_timeout_s,
         ) as clients:
             try:
-                members, renderer = await self._preflight(clients)
+                servers, renderer = await self._preflight(clients)
             except (ServerError, BadAddress, BadDumpDir):
                 if not state.is_finished or options.retry_failed:
                     raise
@@ -187,7 +186,7 @@ class _Extraction:
                 begun_with = await begun_with_identity(owner)
                 (await Provenance.load(owner, self.out, begun_with, allow_change=False)).write()
                 return await self._summary()
-            targets = [member.target for member in members if member.target is not None]
+            targets = [server.target for server in servers if server.target is not None]
             identity = await self._identity(state, targets[0], renderer)
             provenance = await self._provenance(identity, targets)
             if options.retry_failed:
@@ -204,45 +203,45 @@ class _Extraction:
                 await self._seal_all(left)
                 return await self._summary()
             self._announce(identity, targets)
-            await self._probe(members, provenance, run_id=state.run_id)
+            await self._probe(servers, provenance, run_id=state.run_id)
+            data_set = DataSet(
+                identity=identity, provenance=provenance, owner=owner, state=state, left=left
+            )
             session = Session(
                 options=options,
-                members=members,
-                identity=identity,
-                provenance=provenance,
-                renderer=renderer,
-                owner=owner,
+                data_set=data_set,
+                servers=servers,
                 reporter=reporter,
-                state=state,
-                left=left,
                 timings=self.timings,
             )
-            await session.run(self.files)
-            return await self._summary(members)
+            await session.run(Intake(files=self.files, renderer=renderer))
+            return await self._summary(servers)
 
-    async def _preflight(self, clients: Sequence[Client]) -> tuple[list[Member], Renderer]:
+    async def _preflight(self, clients: Sequence[Client]) -> tuple[list[Server], Renderer]:
         """The servers, of which at least one is compatible."""
         options = self.options
-        before = {server.url: server.num_prompts for server in self.counters.now.servers}
+        before = {now.url: now.num_prompts for now in self.counters.now.servers}
         targets = await require_targets(clients, options, report=self.reporter.report)
         compatible = [target for target in targets if target is not None]
         for target in compatible:
             require_dump_directory(target.ranks)
-        members = [
-            Member(client=client, target=target, num_before=before.get(client.url, 0))
+        servers = [
+            Server(client=client, target=target, num_before=before.get(client.url, 0))
             for client, target in zip(clients, targets, strict=True)
         ]
         tokenizer = options.input.tokenizer or compatible[0].facts.tokenizer_path
         limits = Limits.strictest([target.limits for target in compatible])
         bound = token_bound(options.input.policy, limits)
         renderer = await asyncio.to_thread(renderer_for, tokenizer, options.input.reading, bound)
-        return members, renderer
+        return servers, renderer
 
     async def _identity(self, state: RunState, target: Target, renderer: Renderer) -> Identity:
         """The data set's identity, in the manifest from now on."""
         options = self.options
-        identity = Identity.of(
-            target.ready,
+        identity = Identity(
+            model=target.ready.model,
+            boundaries=target.ready.capture.boundaries,
+            last_kind=target.ready.capture.last_kind,
             tokenizer_digest=renderer.tokenizer_digest,
             template_digest=renderer.template_digest,
             reading=options.input.document | ({NOW: renderer.now} if renderer.now else {}),
@@ -260,7 +259,7 @@ class _Extraction:
         )
         for target in targets:
             provenance.check(target)
-            if target.ready.weights is None:
+            if target.ready.weights.id is None:
                 self.reporter.report(
                     f"warning: the plugin of {target.url} has no fingerprint of the weights, so "
                     "only the canary can detect another checkpoint: see the server's log, or "
@@ -273,8 +272,9 @@ class _Extraction:
     def _announce(self, identity: Identity, targets: Sequence[Target]) -> None:
         rows, report = self.counters.rows, self.reporter.report
         report(
-            f"{targets[0].ready.model_path} at {', '.join(target.url for target in targets)}: "
-            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, {identity.dtype}; "
+            f"{identity.model.path} at {', '.join(target.url for target in targets)}: "
+            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
+            f"{identity.model.dtype}; "
             f"{rows.total:,} rows, {rows.settled:,} settled before"
         )
         if self.options.load.shm_budget_bytes is None:
@@ -283,13 +283,13 @@ class _Extraction:
                 report(f"{doubt} (or name --shm-budget)", level="warning")
 
     async def _probe(
-        self, members: Sequence[Member], provenance: Provenance, *, run_id: str
+        self, servers: Sequence[Server], provenance: Provenance, *, run_id: str
     ) -> None:
         """Check the canary of each server that is up and record its start.
 
         Raises the first error of any server.
         """
-        up = [(member.client, member.target) for member in members if member.target is not None]
+        up = [(server.client, server.target) for server in servers if server.target is not None]
         try:
             async with asyncio.TaskGroup() as tasks:
                 probes = [
@@ -311,12 +311,12 @@ class _Extraction:
         for found in left.open_shards:
             await seal_left_open(settings, self.owner, found)
 
-    async def _summary(self, members: Sequence[Member] = ()) -> RunSummary:
+    async def _summary(self, servers: Sequence[Server] = ()) -> RunSummary:
         is_changed = bool(self.counters.rows.stored)
         return RunSummary(
             totals=await self.owner.call(Store.totals),
             duplicates=await self.owner.call(Store.count_duplicates) if is_changed else None,
             counters=self.counters,
-            members=tuple(members),
+            servers=tuple(servers),
             commits=self.owner.commits,
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from extractor.core.counters import Counters, Stage
 from extractor.core.humanize import amount, milliseconds, table
-from extractor.dispatch.server_pool import Member
+from extractor.dispatch.server import Server
 from extractor.status.report import session_document, totals_document, totals_table
 from manifest.records import Totals
 from manifest.states import ASKED_FOR, State
@@ -22,7 +22,7 @@ class RunSummary:
     totals: Totals
     counters: Counters
     duplicates: int | None  # among stored samples; None: not counted, as nothing was stored
-    members: tuple[Member, ...]  # the servers; empty where nothing was to be sent
+    servers: tuple[Server, ...]  # the servers; empty where nothing was to be sent
     commits: Commits  # of the manifest, this session
 
     @property
@@ -40,7 +40,7 @@ class RunSummary:
             "session": {
                 **session_document(self.counters),
                 "peak_shm_bytes": self.counters.now.peak_shm_bytes,
-                "servers": [member.to_document() for member in self.members],
+                "servers": [server.to_document() for server in self.servers],
                 "commits": self.commits.to_document(),
             },
         }
@@ -58,7 +58,7 @@ class RunSummary:
                 ("speed", f"{counters.tokens_per_s:,.0f} tok/s"),
                 ("peak /dev/shm", amount(counters.now.peak_shm_bytes)),
                 ("dump lifetime", f"{p50} p50, {p99} p99"),
-                *((f"requests at {member.url}", member.to_text()) for member in self.members),
+                *((f"requests at {server.url}", server.to_text()) for server in self.servers),
                 ("sent again", f"{counters.retried:,}"),
                 ("duplicates", f"{self.duplicates or 0:,}"),
             ]

@@ -110,8 +110,8 @@ def _title(look: Look) -> Text:
     if look.begun is not None:
         identity = look.begun.identity
         title.append(
-            f"\n{identity.model}: boundaries {list(identity.boundaries)}, "
-            f"last {identity.last_kind}, {identity.dtype}",
+            f"\n{identity.model.path}: boundaries {list(identity.boundaries)}, "
+            f"last {identity.last_kind}, {identity.model.dtype}",
             style="dim",
         )
     return title

@@ -87,7 +87,7 @@ def dump_damaged(fault: Fault, arena: Arena, undisturbed: dict[int, str]) -> Non
     ended = arena.run("--dump-timeout", 0.5, plan=[fault])
     is_probe = fault.nth == 1
     must_end(ended, 0, *([3] if is_probe else []))
-    assert ended.code == 0 or "the probe prompt's dump is no good" in ended.stderr, ended
+    assert ended.code == 0 or "the dump of the probe prompt cannot be used" in ended.stderr, ended
     resume(arena, undisturbed, kills=1)
 
 

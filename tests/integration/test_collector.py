@@ -12,9 +12,9 @@ import pytest
 from helpers import dumps_under, make_ready
 
 import extractor.dumps.dump_reader
-import extractor.system.inotify
 from extractor.core.errors import PluginError
 from extractor.core.failure import Failure
+from extractor.core.timings import CollectTimings, ListingTimings
 from extractor.dumps.collector import Collector
 from extractor.dumps.dump_reader import Arrival, BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
 from extractor.testing.fake_server import FakeServer, Fault
@@ -111,11 +111,10 @@ async def test_files_of_other_runs_are_not_reported_and_not_opened_again(
 
 
 async def test_names_of_removed_files_of_other_runs_are_forgotten(
-    server: FakeServer, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    server: FakeServer, rank: Rank
 ) -> None:
-    monkeypatch.setattr(extractor.dumps.dump_reader, "MAX_STALE_NAMES", 2)
-    monkeypatch.setattr(extractor.system.inotify, "LISTING_INTERVAL_S", 0.0)
-    watcher = DumpWatcher([rank], rid_prefix="xtr-run-")
+    timings = CollectTimings(max_stale_names=2, listing=ListingTimings(interval_s=0.0))
+    watcher = DumpWatcher([rank], rid_prefix="xtr-run-", timings=timings)
     for number in range(5):
         server.dump(f"xtr-other-session-{number}-1", ids(3))
     assert watcher.poll() == []

@@ -23,6 +23,7 @@ from helpers import (
     options_for,
     ordinals_sent,
     rows_of,
+    stored_rows,
     write_prompts,
 )
 
@@ -247,7 +248,7 @@ async def test_the_strictest_limit_holds_for_all(
     async with one.running(), other.running():
         options = options_of([one, other], dump_root, path, tmp_path / "out")
         summary = await run(options, notes)
-    longest = max(row.num_tokens or 0 for row in rows_of(tmp_path / "out") if not row.reason)
+    longest = max(row.prompt.num_tokens for row in stored_rows(tmp_path / "out"))
     assert longest == 33  # the server takes 34 tokens and one that it makes
     assert set(summary.totals.by_reason) == {Reason.TOO_LONG}
 

@@ -48,7 +48,7 @@ async def test_case_93_long_prompts_are_cut_when_asked_and_their_length_is_kept(
     for row in rows_of(tmp_path / "out"):
         length = len(prompts[row.ordinal].ids)
         expected = f"cut from {length} tokens" if row.ordinal in was_cut else None
-        assert (row.detail, row.num_tokens) == (expected, min(length, 40))
+        assert (row.detail, row.prompt and row.prompt.num_tokens) == (expected, min(length, 40))
 
 
 async def test_padding_is_not_sent_and_prompts_that_train_too_little_fail_when_asked(

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Notes, changed, options_for, read_samples, rows_of
+from helpers import (
+    Notes,
+    changed,
+    options_for,
+    read_samples,
+    rows_of,
+    stored_rows,
+)
 from templates import QWEN3, tokenizer_for
 
 from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
@@ -142,7 +149,7 @@ async def test_the_now_option_makes_two_data_sets_equal(
         out = tmp_path / f"out-{number}"
         async with FakeServer(dump_root).running() as server:
             await run(wishes(server, prompts, out, now=FIRST), notes)
-        keys.append([row.key for row in rows_of(out)])
+        keys.append([row.prompt.key for row in stored_rows(out)])
         assert stated_time(out) == FIRST
     assert keys[0] == keys[1]
 

@@ -18,10 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
+import extractor.dispatch.places
 import numpy as np
 import orjson
 import pytest
 from aiohttp import web
+from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
 from helpers import (
     LAYOUT,
     Ids,
@@ -35,15 +37,15 @@ from helpers import (
     read_samples,
     rows_of,
     stored_ordinals,
+    stored_rows,
     write_prompts,
 )
 
 import extractor.dispatch.health
-import extractor.dispatch.places
 import extractor.dumps.dump_reader
 import extractor.intake.prompt_stream
-import extractor.servers.probe
 import extractor.shards.mover
+import extractor.shards.output_dir
 from extractor.core.errors import (
     BadDumpDir,
     ConfigMismatch,
@@ -62,7 +64,6 @@ from extractor.core.layout import Layout
 from extractor.core.request import Limits, dump_bytes
 from extractor.core.rids import PROBE_SESSION
 from extractor.core.timings import DEFAULT_TIMINGS, StoreTimings, Timings
-from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
 from extractor.pipeline.dry_run import dry_run
 from extractor.pipeline.run import run
 from extractor.pipeline.summary import RunSummary
@@ -150,7 +151,7 @@ async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, not
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         await run(options_for(server, path, tmp_path / "out"), notes)
     assert_whole(tmp_path / "out", prompts)
-    pieces = {row.ordinal: row.num_pieces for row in rows_of(tmp_path / "out")}
+    pieces = {row.ordinal: row.sample.num_pieces for row in stored_rows(tmp_path / "out")}
     assert pieces == {n: -(-len(row.ids) // 7) for n, row in enumerate(prompts)}
     assert dumps_under(dump_root) == []
 
@@ -1349,7 +1350,7 @@ async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out")
-        monkeypatch.setattr(extractor.servers.probe, "free_bytes", lambda path: 1 << 20)
+        monkeypatch.setattr(extractor.shards.output_dir, "free_bytes", lambda path: 1 << 20)
         with pytest.raises(
             SpaceError, match=r"only 1\.0 MiB free, a run begins with 64\.0 MiB at least"
         ):

@@ -483,7 +483,7 @@ def test_an_exception_anywhere_leaves_the_server_serving(
 
 def writer_processes(server: Serving) -> list[psutil.Process]:
     """The plugin's living processes of this server."""
-    scheduler = psutil.Process(server.readies()[0].pid)
+    scheduler = psutil.Process(server.readies()[0].process.pid)
     found = []
     for child in scheduler.children():
         with suppress(psutil.NoSuchProcess):  # or dead and not yet waited for

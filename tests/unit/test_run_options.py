@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_identity, make_ready, run_options
+from helpers import make_identity, run_options
 
 from extractor.core.errors import ConfigMismatch, UsageError
 from extractor.core.identity import Identity
@@ -147,23 +147,6 @@ def test_an_identity_of_another_version_is_refused_by_field() -> None:
     del document["dtype"]
     with pytest.raises(ConfigMismatch, match=r"lacks the field\(s\) dtype"):
         Identity.from_document(document)
-
-
-def test_an_identity_is_that_of_the_plugin_and_the_input() -> None:
-    identity = Identity.of(
-        make_ready(quantization="fp8"),
-        tokenizer_digest="a",
-        template_digest="b",
-        reading={"train": "all"},
-        inputs=("c",),
-    )
-    assert identity == make_identity(
-        quantization="fp8",
-        tokenizer_digest="a",
-        template_digest="b",
-        reading={"train": "all"},
-        inputs=("c",),
-    )
 
 
 @pytest.mark.parametrize(

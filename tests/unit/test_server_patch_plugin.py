@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import change_ready
 
 from server_patch import capture_audit, capture_points, plugin, sglang_api, weights
 from server_patch.dump_dir import HomeError, make_boot_id, make_home
@@ -138,11 +138,15 @@ def test_a_loaded_model_is_armed_and_ready(armed_environment: Path, tmp_path: Pa
     plain = runner.model.model.forward
     plugin._after_load_model(None, runner)
     ready = decode_ready((armed_environment / "boot" / "0" / READY_NAME).read_bytes())
-    assert ready.boundaries == (2, 4, 5)
-    assert (ready.pid, ready.pid_start_ticks) == (os.getpid(), own_start_ticks())
-    assert (ready.architecture, ready.dtype, ready.num_writers) == ("FakeForCausalLM", "BF16", 1)
-    assert (ready.radix_cache, ready.chunked_prefill_size) == (False, 64)
-    assert ready.config_digest == hashlib.sha256(b'{"a":[2],"b":1}').hexdigest()
+    assert ready.capture.boundaries == (2, 4, 5)
+    assert (ready.process.pid, ready.process.start_ticks) == (os.getpid(), own_start_ticks())
+    assert (ready.model.architecture, ready.model.dtype, ready.capture.num_writers) == (
+        "FakeForCausalLM",
+        "BF16",
+        1,
+    )
+    assert (ready.engine.radix_cache, ready.engine.chunked_prefill_size) == (False, 64)
+    assert ready.model.config_digest == hashlib.sha256(b'{"a":[2],"b":1}').hexdigest()
     assert runner.model.capture_aux_hidden_states is False
     assert runner.model.model.forward is not plain
     assert (armed_environment / "boot").stat().st_mode & 0o777 == 0o700
@@ -167,10 +171,10 @@ def test_ready_names_the_weights_by_their_content(
         path = armed_environment / boot / "0" / READY_NAME
         found.append(decode_ready(path.read_bytes()))
         vars(runner.model.model).pop("forward")
-    assert found[0].weights == found[1].weights != found[2].weights
-    assert found[0].weights_layout == found[1].weights_layout == found[2].weights_layout
-    assert (found[0].weight_version, found[2].weight_version) == ("v7", None)
-    assert found[0].weights_s is not None
+    assert found[0].weights.id == found[1].weights.id != found[2].weights.id
+    assert found[0].weights.layout == found[1].weights.layout == found[2].weights.layout
+    assert (found[0].weights.version, found[2].weights.version) == ("v7", None)
+    assert found[0].weights.seconds is not None
 
 
 def test_weights_that_cannot_be_read_leave_ready_without_their_id(
@@ -181,7 +185,7 @@ def test_weights_that_cannot_be_read_leave_ready_without_their_id(
 
     monkeypatch.setattr(weights, "fingerprint", broken)
     plugin._after_load_model(None, make_runner(tmp_path))
-    assert read_ready(armed_environment).weights is None
+    assert read_ready(armed_environment).weights.id is None
 
 
 def test_ready_is_rewritten_after_an_update_and_a_new_label(
@@ -191,11 +195,11 @@ def test_ready_is_rewritten_after_an_update_and_a_new_label(
     loaded = read_ready(armed_environment)
     plugin._before_weight_update()
     updated = read_ready(armed_environment)
-    assert updated.weights is not None and loaded.weights is not None
-    assert updated.weights.startswith(f"{loaded.weights}+")
-    assert updated == dataclasses.replace(loaded, weights=updated.weights)
+    assert updated.weights.id is not None and loaded.weights.id is not None
+    assert updated.weights.id.startswith(f"{loaded.weights.id}+")
+    assert updated == change_ready(loaded, weights=updated.weights.id)
     plugin._after_weight_label("v2")
-    assert read_ready(armed_environment) == dataclasses.replace(updated, weight_version="v2")
+    assert read_ready(armed_environment) == change_ready(updated, weight_version="v2")
 
 
 def test_an_update_does_not_restore_a_removed_ready(
@@ -213,10 +217,10 @@ def test_ready_is_rewritten_when_late_weights_are_loaded(
     runner = make_runner(tmp_path)
     runner.startup_weight_load = object()
     plugin._after_load_model(None, runner)
-    assert read_ready(armed_environment).weights is None
+    assert read_ready(armed_environment).weights.id is None
     runner.startup_weight_load = None
     plugin._after_late_load(runner)
-    assert read_ready(armed_environment).weights is not None
+    assert read_ready(armed_environment).weights.id is not None
 
 
 def test_ready_has_the_numeric_settings_as_the_engine_resolved_them(
@@ -245,7 +249,7 @@ def test_ready_has_the_numeric_settings_as_the_engine_resolved_them(
         to_dict=lambda: {"a": torch.bfloat16, "_name_or_path": "/any"}
     )
     plugin._after_load_model(None, runner)
-    settings = dict(read_ready(armed_environment).settings)
+    settings = dict(read_ready(armed_environment).engine.settings)
     assert len(settings.pop("forward_hooks")) <= 300
     assert settings.pop("torch") == torch.__version__
     settings.pop("transformers", None)
@@ -568,7 +572,7 @@ def test_points_without_a_setter_are_announced_when_they_are_proven(
     assert not (home / READY_NAME).exists()
     FakeAudit.last.right()
     ready = decode_ready((home / READY_NAME).read_bytes())
-    assert (ready.capture_method, ready.boundaries) == ("layers_to_capture", (2, 4, 5))
+    assert (ready.capture.method, ready.capture.boundaries) == ("layers_to_capture", (2, 4, 5))
 
 
 def test_points_that_are_found_wrong_are_taken_back(
@@ -577,7 +581,7 @@ def test_points_that_are_found_wrong_are_taken_back(
     monkeypatch.setattr(capture_audit, "PointsAudit", FakeAudit)
     plugin._after_load_model(None, make_runner(tmp_path))
     home = armed_environment / "boot" / "0"
-    assert decode_ready((home / READY_NAME).read_bytes()).capture_method == capture_points.SETTER
+    assert decode_ready((home / READY_NAME).read_bytes()).capture.method == capture_points.SETTER
     assert not FakeAudit.last.must_prove
     FakeAudit.last.right()  # changes nothing
     FakeAudit.last.wrong("one layer off", None)
