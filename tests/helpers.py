@@ -259,7 +259,7 @@ def assert_whole(
         assert list(sample.states) == list(expected)
         for name, values in expected.items():
             assert np.array_equal(sample.states[name], values), (ordinal, name)
-    assert [finding for finding in audit(out).findings] == []
+    assert [finding for finding in audit(out).findings.all] == []
 
 
 def dumps_under(root: Path) -> list[str]:

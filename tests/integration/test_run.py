@@ -510,7 +510,7 @@ async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it
 async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_told(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timings = quick(health={"refused_open_s": 0.2, "trial_after_s": 0.1})
+    timings = quick(health={"refused_open_s": 0.2})
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     refused: list[str] = []
