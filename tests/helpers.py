@@ -21,7 +21,8 @@ from extractor.core.layout import Layout
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import Input, RunOptions
 from extractor.servers.server_facts import facts_of
-from extractor.testing.fake_server import FakeServer, fake_states
+from extractor.testing.fake_model import fake_states
+from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from manifest.records import Row, ServerStart
 from manifest.states import State

@@ -32,7 +32,8 @@ import extractor.dispatch.health
 import extractor.pipeline.session
 from extractor.core.timings import StoreTimings, Timings
 from extractor.dispatch.retry import RetryPolicy
-from extractor.testing.fake_server import FakeServer, FaultPlan, no_faults
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import FaultPlan, no_faults
 from faults.steps import Fault, install, set_constants
 
 _FORK = multiprocessing.get_context("fork")

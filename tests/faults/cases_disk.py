@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from extractor.testing.fake_server import Fault as ServerFault
+from extractor.testing.faults import Fault as ServerFault
 from faults.arena import Arena
 from faults.cases import Case, must_end, resume
 from faults.steps import WRITING, Fault

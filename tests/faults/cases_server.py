@@ -9,8 +9,8 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
-from extractor.testing.fake_server import Fault as ServerFault
-from extractor.testing.fake_server import FaultPlan
+from extractor.testing.faults import Fault as ServerFault
+from extractor.testing.faults import FaultPlan
 from faults.arena import Arena
 from faults.cases import SEED, Case, must_end, resume
 from faults.steps import Fault

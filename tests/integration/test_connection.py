@@ -14,7 +14,8 @@ from extractor.dispatch.limiter import Fixed
 from extractor.dispatch.scheduler import Turns
 from extractor.servers.client import Client
 from extractor.servers.target import require_target
-from extractor.testing.fake_server import FakeServer, Fault
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
 from manifest.records import Planned, Source
 from manifest.writer_thread import StoreOwner
 

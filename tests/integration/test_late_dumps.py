@@ -19,7 +19,8 @@ from extractor.pipeline.run import run
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.target import Target, require_plugin
-from extractor.testing.fake_server import FakeServer, Fault, FaultPlan, no_faults
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, FaultPlan, no_faults
 from manifest.states import Reason
 
 

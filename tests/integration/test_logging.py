@@ -10,7 +10,8 @@ import pytest
 from helpers import Notes, make_prompts, options_for, write_prompts
 
 from extractor.pipeline.run import run
-from extractor.testing.fake_server import FakeServer, Fault, faults_once
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, faults_once
 
 #: As docs/observability.md lists them, without those of a request.
 STAGES = (

@@ -18,7 +18,8 @@ from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
 from extractor.pipeline.run import run
-from extractor.testing.fake_server import FakeServer, Fault
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
 from extractor.verify.audit import audit
 from manifest.exceptions import PromptChanged
 from manifest.store import Store
