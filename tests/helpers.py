@@ -16,15 +16,19 @@ import safetensors
 import xxhash
 
 from extractor.core.counters import Counters
+from extractor.core.events import Reporter
 from extractor.core.identity import Identity
 from extractor.core.layout import Layout
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import Input, RunOptions
+from extractor.core.timings import Timings
+from extractor.pipeline.run import run as run_of_product
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.server_facts import facts_of
 from extractor.testing.fake_model import fake_states
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
-from manifest.records import Row, ServerStart
+from manifest.records import Row, ServerStart, StoredRow
 from manifest.states import State
 from manifest.store import Store
 from prompts.types import Prompt
@@ -42,6 +46,34 @@ _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 _NUMPY = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "I32": "<i4"}
 
 LAYOUT = Layout(boundaries=(1, 2, 3), hidden_size=8, dtype="BF16", last_kind="post")
+
+
+def quick(**groups: dict[str, Any]) -> Timings:
+    """Timings for tests: retries, looks and probes without the usual seconds in between.
+
+    `groups`: changes by group, as `health={"gone_after_s": 0.1}`.
+    """
+    values: dict[str, dict[str, Any]] = {
+        "dispatch": {
+            "retry_base_s": 0.001, "retry_max_s": 0.01, "death_shows_s": 0.2,
+            "return_pause_s": 0.02,
+        },
+        "health": {"alive_interval_s": 0.02},
+    }  # fmt: skip
+    for name, changes in groups.items():
+        values[name] = {**values.get(name, {}), **changes}
+    timings = Timings()
+    return replace(
+        timings,
+        **{name: replace(getattr(timings, name), **changes) for name, changes in values.items()},
+    )
+
+
+async def run(
+    options: RunOptions, reporter: Reporter, *, timings: Timings | None = None
+) -> RunSummary:
+    """`extractor.pipeline.run.run`, quick unless told otherwise."""
+    return await run_of_product(options, reporter, timings=timings or quick())
 
 
 @dataclass
@@ -194,6 +226,21 @@ def rows_of(out: Path) -> list[Row]:
         return list(store.rows())
     finally:
         store.close()
+
+
+def stored_rows(out: Path) -> list[StoredRow]:
+    """The stored rows, by ordinal."""
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        rows = [row for shard in store.shards() for row in store.shard_rows(shard.number)]
+    finally:
+        store.close()
+    return sorted(rows, key=lambda row: row.ordinal)
+
+
+def servers_of(out: Path) -> dict[int, int | None]:
+    """The number of the server start that computed each stored row, by ordinal."""
+    return {row.ordinal: row.sample.server for row in stored_rows(out)}
 
 
 def stored_ordinals(out: Path) -> set[int]:

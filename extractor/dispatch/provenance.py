@@ -197,21 +197,23 @@ def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
     layout = identity.layout
     shards = {shard.number: shard for shard in store.shards()}
     rows = [
-        row for row in store.first_stored(_CANDIDATES) if row.num_tokens and row.shard in shards
+        row
+        for row in store.first_stored(_CANDIDATES)
+        if row.prompt.num_tokens and row.sample.shard in shards
     ]
-    for row in sorted(rows, key=lambda row: -min(row.num_tokens or 0, NUM_TOKENS)):
-        shard = shards[row.shard or 0]
+    for row in sorted(rows, key=lambda row: -min(row.prompt.num_tokens, NUM_TOKENS)):
+        shard = shards[row.sample.shard]
         path = sealed_shard_path(out / SHARDS_DIRECTORY, shard)
         if not path.exists():
             path = open_shard_path(out / SHARDS_DIRECTORY, shard)
-        num_tokens = min(row.num_tokens or 0, NUM_TOKENS)
+        num_tokens = min(row.prompt.num_tokens, NUM_TOKENS)
         tensors: dict[str, bytes] = {}
         try:
             with open(open_regular(path), "rb") as file:
-                for tensor in sample_tensors(row.num_tokens or 0, layout):
-                    width = (tensor.end - tensor.begin) // (row.num_tokens or 1)
+                for tensor in sample_tensors(row.prompt.num_tokens, layout):
+                    width = (tensor.end - tensor.begin) // row.prompt.num_tokens
                     data = bytearray(num_tokens * width)
-                    read_into(file.fileno(), memoryview(data), (row.offset or 0) + tensor.begin)
+                    read_into(file.fileno(), memoryview(data), row.sample.offset + tensor.begin)
                     tensors[tensor.name] = bytes(data)
         except (OSError, EOFError):
             continue  # `reconcile` has the lost ones extracted again

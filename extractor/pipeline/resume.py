@@ -158,7 +158,6 @@ async def begin_or_continue(
     await _require_same_prompts(owner, out, files, renderer)
     if goes_on_with != begun_with:
         await owner.call(lambda store: store.amend("reading", dict(goes_on_with.reading)))
-    await owner.call(lambda store: store.reopen_unfinished())
     return goes_on_with
 
 
@@ -170,7 +169,9 @@ async def _require_same_prompts(
     This detects a change of anything that prompts depend on but the identity does not name, and
     costs a few rows. Planned rows are compared one by one when they are read again.
     """
-    stored = {row.ordinal: row for row in await owner.call(lambda s: s.first_stored(NUM_COMPARED))}
+    stored = {
+        row.ordinal: row.prompt for row in await owner.call(lambda s: s.first_stored(NUM_COMPARED))
+    }
     if not stored:
         return
 
@@ -179,17 +180,17 @@ async def _require_same_prompts(
         return list(islice(skip_others, len(stored)))
 
     for item in await asyncio.to_thread(read):
-        row = stored[item.ordinal]
-        if isinstance(item, Prompt) and Alteration.TRUNCATED in row.alterations:
-            item = item.cut(row.num_tokens or 1)
-        if isinstance(item, Prompt) and item.key == row.key:
+        before = stored[item.ordinal]
+        if isinstance(item, Prompt) and Alteration.TRUNCATED in before.alterations:
+            item = item.cut(before.num_tokens)
+        if isinstance(item, Prompt) and item.key == before.key:
             continue
         now = f"{item.num_tokens} tokens" if isinstance(item, Prompt) else item.reason
-        before = (await owner.call(Store.identity)).get(LIBRARIES, {})
+        libraries = (await owner.call(Store.identity)).get(LIBRARIES, {})
         raise ConfigMismatch(
             f"{out}: {item.source}:{item.line}: row {item.ordinal} gives another prompt than the "
-            f"one that is stored: {row.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
-            + _other_versions(before)
+            f"one that is stored: {before.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
+            + _other_versions(libraries)
             + (CLOCK_ADVICE if renderer.now else "")
         )
 

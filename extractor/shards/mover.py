@@ -34,7 +34,6 @@ class DurableSample:
     """A sample whose bytes are durable, and that the manifest does not know of yet."""
 
     prompt: Prompt
-    attempts: int
     stored: Stored
 
 
@@ -152,10 +151,16 @@ class Mover:
             began = time.monotonic()
             self._stages[Stage.MOVER_WAIT].add(began - job.queued_at)
             try:
-                stored = writer.append(job.prompt, job.pieces)
-                boot_id = job.pieces[0].handle.dump.header.boot_id
-                outcomes.append(replace(stored, server=self._recorder.server_of(boot_id)))
-                job.log("copied", " shard=%d offset=%d", stored.shard, stored.offset)
+                sample = writer.append(job.prompt, job.pieces)
+                server = self._recorder.server_of(job.pieces[0].handle.dump.header.boot_id)
+                outcomes.append(
+                    Stored(
+                        ordinal=job.prompt.ordinal,
+                        sample=replace(sample, server=server),
+                        attempts=job.attempts,
+                    )
+                )
+                job.log("copied", " shard=%d offset=%d", sample.shard, sample.offset)
             except SampleFault as fault:
                 failure = fault.failure
                 job.log(
@@ -178,10 +183,7 @@ class Mover:
             if isinstance(outcome, Stored)
         ]
         await self._recorder.store(
-            [
-                DurableSample(prompt=job.prompt, attempts=job.attempts, stored=outcome)
-                for job, outcome in stored
-            ]
+            [DurableSample(prompt=job.prompt, stored=outcome) for job, outcome in stored]
         )
         for job, _ in stored:
             job.log("committed")

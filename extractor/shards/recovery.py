@@ -17,7 +17,7 @@ from extractor.shards.writer import (
     reopen_on_disk,
     sealed_on_disk,
 )
-from manifest.records import Row, Shard
+from manifest.records import Shard, StoredRow
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 
@@ -27,7 +27,7 @@ class OpenShard:
     """A shard that takes more samples, and those it has, in file order."""
 
     shard: Shard
-    rows: tuple[Row, ...]
+    rows: tuple[StoredRow, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,8 @@ class Status:
 
     def path_of(self, row: Row) -> str:
         """The path of the input file that holds a row."""
-        sources = self.begun.sources
-        return sources[row.source].path if row.source < len(sources) else f"source {row.source}"
+        sources, number = self.begun.sources, row.origin.source
+        return sources[number].path if number < len(sources) else f"source {number}"
 
     def to_document(self) -> dict[str, Any]:
         """The stable JSON of `extractor status --json`."""
@@ -49,8 +49,8 @@ class Status:
                 {
                     "row": row.ordinal,
                     "source": self.path_of(row),
-                    "line": row.line,
-                    "label": row.label,
+                    "line": row.origin.line,
+                    "label": row.origin.label,
                     "reason": row.reason,
                     "detail": row.detail,
                 }
@@ -79,7 +79,8 @@ def read_status(out: Path, *, all_failures: bool = False) -> Status:
 def failed_table(status: Status) -> str:
     """File, line, reason and detail of the failed rows that the status holds."""
     lines = [
-        f"{status.path_of(row)}:{row.line}: {row.reason}: {row.detail}" for row in status.failed
+        f"{status.path_of(row)}:{row.origin.line}: {row.reason}: {row.detail}"
+        for row in status.failed
     ]
     hidden = status.begun.totals.by_state.get(State.FAILED, 0) - len(lines)
     if hidden:

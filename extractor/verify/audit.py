@@ -33,7 +33,7 @@ from extractor.verify.shard_audit import ShardAuditor
 from manifest.causes import LIMIT_ERRNOS
 from manifest.decoding import Damage, as_json, shown
 from manifest.exceptions import ManifestDamaged
-from manifest.records import Row, ServerStart, Shard
+from manifest.records import PromptFacts, Row, ServerStart, Shard, StoredSample
 from manifest.states import State
 from manifest.store import Store
 from prompts.types import Alteration
@@ -220,12 +220,13 @@ class _Auditor:
                 problem = row.detail
             else:
                 problem = self._problem_of(row, place, shards)
-                place = (row.source, row.line)
-                self._audit.num_unattributed += row.state is State.STORED and row.server is None
+                place = (row.origin.source, row.origin.line)
+                if row.sample is not None:
+                    self._audit.num_unattributed += row.sample.server is None
                 if not row.state.is_terminal:
                     self._find(
                         FindingKind.ROW_UNFINISHED,
-                        f"line {row.line} is {row.state}; {self._remedy}",
+                        f"line {row.origin.line} is {row.state}; {self._remedy}",
                         row=ordinal,
                     )
             if problem is not None:
@@ -240,26 +241,28 @@ class _Auditor:
 
     def _problem_of(self, row: Row, place: tuple[int, int], shards: set[int]) -> str | None:
         """The problem with a row whose columns decode; None if there is none."""
-        if row.source >= self._num_sources:
-            return f"source is {row.source}, there are {self._num_sources}"
-        if row.line < 1 or (row.source, row.line) < place:
-            return f"line {row.line} of source {row.source} is behind line {place[1]} of {place[0]}"
-        if row.key is not None and not _is_digest(row.key):
-            return f"key is {shown(row.key)}, must be 32 hexadecimal digits"
-        if row.digest is not None and not _is_digest(row.digest):
-            return f"digest is {shown(row.digest)}, must be 32 hexadecimal digits"
-        if row.label is not None and not _is_json(row.label):
-            return f"label is {shown(row.label)}, must be JSON"
-        if unknown := set(row.alterations) - _ALTERATIONS:
-            return f"alterations has {shown(min(unknown))}, which is unknown"
-        if (row.num_trained or 0) > (row.num_tokens or 0):
-            return f"num_trained is {row.num_trained} of {row.num_tokens} tokens"
+        origin, prompt, sample = row.origin, row.prompt, row.sample
+        source, line = here = origin.source, origin.line
+        if source >= self._num_sources:
+            return f"source is {source}, there are {self._num_sources}"
+        if line < 1 or here < place:
+            return f"line {line} of source {source} is behind line {place[1]} of {place[0]}"
+        if origin.label is not None and not _is_json(origin.label):
+            return f"label is {shown(origin.label)}, must be JSON"
         if row.state is State.FAILED and row.detail is None:
             return "it failed without a detail"
-        if row.server is not None and row.server >= len(self._starts):
-            return f"server is {row.server}, there are {len(self._starts)}"
-        if row.shard is not None and row.shard not in shards:
-            return f"shard is {row.shard}, which is not among the shards"
+        problem = None if prompt is None else _problem_of_prompt(prompt)
+        if problem is None and sample is not None:
+            problem = self._problem_of_place(sample, shards)
+        return problem
+
+    def _problem_of_place(self, sample: StoredSample, shards: set[int]) -> str | None:
+        if not _is_digest(sample.digest):
+            return f"digest is {shown(sample.digest)}, must be 32 hexadecimal digits"
+        if sample.server is not None and sample.server >= len(self._starts):
+            return f"server is {sample.server}, there are {len(self._starts)}"
+        if sample.shard not in shards:
+            return f"shard is {sample.shard}, which is not among the shards"
         return None
 
     def _check_samples(self) -> None:
@@ -360,6 +363,16 @@ class _Auditor:
             return
         for name in sorted(names - known):
             self._find(FindingKind.SHARD_UNKNOWN, f"{self._directory / name}")
+
+
+def _problem_of_prompt(prompt: PromptFacts) -> str | None:
+    if not _is_digest(prompt.key):
+        return f"key is {shown(prompt.key)}, must be 32 hexadecimal digits"
+    if unknown := set(prompt.alterations) - _ALTERATIONS:
+        return f"alterations has {shown(min(unknown))}, which is unknown"
+    if (prompt.num_trained or 0) > prompt.num_tokens:
+        return f"num_trained is {prompt.num_trained} of {prompt.num_tokens} tokens"
+    return None
 
 
 def _is_digest(value: str) -> bool:

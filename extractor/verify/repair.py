@@ -29,7 +29,7 @@ from extractor.system.lock import exclusive
 from extractor.verify.audit import audit, open_manifest
 from extractor.verify.findings import Audit, FindingKind, Progress
 from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceError
-from manifest.records import Forgotten, Relocated, Row, Shard
+from manifest.records import Forgotten, Relocated, Shard, StoredRow
 from manifest.store import Store
 
 
@@ -174,7 +174,7 @@ class _Repairer:
             rows=len(damage.rows),
         )
 
-    def _replace(self, shard: Shard, rows: Sequence[Row], damaged: Collection[int]) -> int:
+    def _replace(self, shard: Shard, rows: Sequence[StoredRow], damaged: Collection[int]) -> int:
         """Move the sound samples of a shard to a new one; how many those were."""
         path = sealed_shard_path(self._settings.directory, shard)
         if not path.exists():
@@ -202,7 +202,7 @@ class _Repairer:
             writer.close()
 
     def _move(
-        self, writer: ShardWriter, rows: Sequence[Row], path: Path, damaged: Collection[int]
+        self, writer: ShardWriter, rows: Sequence[StoredRow], path: Path, damaged: Collection[int]
     ) -> None:
         changes: list[Relocated | Forgotten] = []
         source = os.open(path, os.O_RDONLY)

@@ -77,7 +77,6 @@ _STORE_STEPS = {
     "add_shard": "manifest-add-shard",
     "seal_shard": "manifest-seal",
     "drop_shard": "manifest-drop",
-    "reopen_unfinished": "manifest-reopen",
     "forget_stored": "manifest-forget",
 }
 

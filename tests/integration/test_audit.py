@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from helpers import Notes, assert_whole, make_prompts, options_for, rows_of, write_prompts
+from helpers import (
+    Notes,
+    assert_whole,
+    make_prompts,
+    options_for,
+    stored_rows,
+    write_prompts,
+)
 from hostile.damage import recompute_checksums
 
 from extractor.pipeline.run import run
@@ -24,7 +31,7 @@ from extractor.verify.audit import audit
 from extractor.verify.findings import FindingKind
 from manifest.bulk_write import count_again
 from manifest.exceptions import ManifestMissing
-from manifest.records import Row
+from manifest.records import StoredRow
 from manifest.store import Store
 
 PROMPTS = make_prompts(25, shortest=10)
@@ -87,9 +94,9 @@ def change_rows(out: Path, statement: str, *values: object) -> None:
     connection.close()
 
 
-def samples(out: Path, number: int = 0) -> list[Row]:
-    rows = [row for row in rows_of(out) if row.shard == number]
-    return sorted(rows, key=lambda row: row.offset or 0)
+def samples(out: Path, number: int = 0) -> list[StoredRow]:
+    rows = [row for row in stored_rows(out) if row.sample.shard == number]
+    return sorted(rows, key=lambda row: row.sample.offset)
 
 
 def test_a_good_data_set_is_clean(out: Path) -> None:
@@ -118,7 +125,7 @@ def test_checking_changes_nothing(out: Path) -> None:
 @pytest.mark.parametrize("region", ["first", "aux", "last", "input_ids", "loss_mask"])
 def test_one_flipped_byte_of_a_sample_is_found(out: Path, region: str) -> None:
     row = samples(out)[1]
-    n = row.num_tokens or 0
+    n = row.prompt.num_tokens
     places = {
         "first": 0,
         "aux": n * 48 - 1,
@@ -126,7 +133,7 @@ def test_one_flipped_byte_of_a_sample_is_found(out: Path, region: str) -> None:
         "input_ids": n * 64 + 2 * 4,
         "loss_mask": n * 68 + 2 * 4,
     }
-    flip(shard(out), (row.offset or 0) + places[region], bits=1)
+    flip(shard(out), row.sample.offset + places[region], bits=1)
     findings = audit(out).findings
     expected = {FindingKind.SAMPLE_DIGEST}
     if region in ("input_ids", "loss_mask"):
@@ -151,10 +158,9 @@ def test_a_sealed_shard_has_the_digest_of_its_header_and_its_samples(out: Path) 
     for number, digest in stated.items():
         data = shard(out, number).read_bytes()
         rows = samples(out, number)
-        computed = xxhash.xxh3_128(data[: rows[0].offset])
+        computed = xxhash.xxh3_128(data[: rows[0].sample.offset])
         for row in rows:
-            assert row.offset is not None and row.size_bytes is not None
-            sample = data[row.offset : row.offset + row.size_bytes]
+            sample = data[row.sample.offset : row.sample.end]
             computed.update(xxhash.xxh3_128(sample).digest())
         assert digest == computed.hexdigest()
 
@@ -183,12 +189,12 @@ def test_a_shard_that_names_other_layers_is_found(out: Path) -> None:
 
 def test_a_value_that_is_no_number_is_found_though_its_digest_is_right(out: Path) -> None:
     row = samples(out)[0]
-    begin = row.offset or 0
+    begin = row.sample.offset
     with shard(out).open("r+b") as file:
         file.seek(begin + 6)
         file.write(b"\xc0\x7f")  # bfloat16 NaN
         file.seek(begin)
-        digest = xxhash.xxh3_128_hexdigest(file.read(row.size_bytes or 0))
+        digest = xxhash.xxh3_128_hexdigest(file.read(row.sample.size_bytes))
     change_rows(out, "UPDATE prompts SET digest = ? WHERE ordinal = ?", digest, row.ordinal)
     (finding,) = audit(out).findings
     assert (finding.kind, finding.row) == (FindingKind.SAMPLE_NONFINITE, row.ordinal)
@@ -198,10 +204,10 @@ def test_a_value_that_is_no_number_is_found_though_its_digest_is_right(out: Path
 def test_two_samples_that_changed_places_are_found(out: Path) -> None:
     first, second = samples(out)[:2]
     with shard(out).open("r+b") as file:
-        file.seek(first.offset or 0)
-        one = file.read(first.size_bytes or 0)
-        other = file.read(second.size_bytes or 0)
-        file.seek(first.offset or 0)
+        file.seek(first.sample.offset)
+        one = file.read(first.sample.size_bytes)
+        other = file.read(second.sample.size_bytes)
+        file.seek(first.sample.offset)
         file.write(other + one)
     found = {(finding.kind, finding.row) for finding in audit(out).findings}
     for row in (first, second):
@@ -212,8 +218,8 @@ def test_two_samples_that_changed_places_are_found(out: Path) -> None:
 def test_a_mask_that_is_not_ones_and_zeros_is_found(out: Path) -> None:
     """256 is 0 in the byte that the key is computed from."""
     row = samples(out)[0]
-    n = row.num_tokens or 0
-    flip(shard(out), (row.offset or 0) + n * 68 + 1, bits=1)
+    n = row.prompt.num_tokens
+    flip(shard(out), row.sample.offset + n * 68 + 1, bits=1)
     assert FindingKind.SAMPLE_TOKENS in kinds(out, fast=True)
 
 

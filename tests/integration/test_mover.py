@@ -14,13 +14,13 @@ from helpers import Notes, make_identity, make_prompts, prompt_of
 
 from extractor.core.counters import Counters
 from extractor.core.timings import StoreTimings
-from extractor.dispatch.row_recorder import Ledger
+from extractor.dispatch.row_recorder import RowRecorder
 from extractor.shards.mover import Mover
 from extractor.shards.sequence import ShardSequence
 from extractor.shards.writer import ShardSettings, ShardWriter
 from integration.test_shards import Dumps
-from manifest.records import Change, Moved, Planned, Source
-from manifest.states import Event, State
+from manifest.records import Change, Planned, PromptFacts, RowOrigin, Source
+from manifest.states import State
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
@@ -39,26 +39,22 @@ def settings(tmp_path: Path) -> ShardSettings:
 
 
 async def owner_of(path: Path, prompts: Sequence[Prompt]) -> StoreOwner:
-    """A manifest in which all of `prompts` are dumped."""
+    """A manifest in which all of `prompts` are planned."""
     owner = await StoreOwner.open(path)
     source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=len(prompts))
     await owner.call(lambda store: store.begin({}, [source]))
     for prompt in prompts:
         await owner.commit(
             Planned(
-                ordinal=prompt.ordinal, source=0, line=1, label=None, key=prompt.key,
-                num_tokens=prompt.num_tokens, num_trained=0,
-            ),
-            *(
-                Moved(ordinal=prompt.ordinal, event=event, attempts=1)
-                for event in (Event.SEND, Event.DUMP)
-            ),
-        )  # fmt: skip
+                origin=RowOrigin(ordinal=prompt.ordinal, source=0, line=1),
+                prompt=PromptFacts(key=prompt.key, num_tokens=prompt.num_tokens, num_trained=0),
+            )
+        )
     return owner
 
 
 def mover_of(shards: ShardSequence, owner: StoreOwner, counters: Counters) -> Mover:
-    recorder = Ledger(owner, counters, Notes(), server_of=lambda boot_id: None)
+    recorder = RowRecorder(owner, counters, Notes(), server_of=lambda boot_id: None)
     return Mover(shards, recorder, counters.stages, StoreTimings())
 
 

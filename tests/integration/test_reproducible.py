@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Notes, changed, options_for, read_samples, rows_of
+from helpers import (
+    Notes,
+    changed,
+    options_for,
+    read_samples,
+    rows_of,
+    run,
+    stored_rows,
+)
 from templates import QWEN3, tokenizer_for
 
 from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import Fault
 from extractor.verify.audit import audit
@@ -28,8 +35,6 @@ from prompts.ambient import parse_moment
 from prompts.reading_options import ReadingOptions
 from prompts.render import Renderer
 from prompts.tokenizer import ChatTokenizer
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 NUM_ROWS = 40
 FIRST, LATER = "2026-01-31T23:59:59+01:00", "2026-02-01T08:00:00+09:00"
@@ -143,7 +148,7 @@ async def test_the_now_option_makes_two_data_sets_equal(
         out = tmp_path / f"out-{number}"
         async with FakeServer(dump_root).running() as server:
             await run(wishes(server, prompts, out, now=FIRST), notes)
-        keys.append([row.key for row in rows_of(out)])
+        keys.append([row.prompt.key for row in stored_rows(out)])
         assert stated_time(out) == FIRST
     assert keys[0] == keys[1]
 
