@@ -23,6 +23,7 @@ from extractor.core.humanize import counted
 from extractor.core.layout import Layout
 from extractor.core.request import Limits, Request
 from extractor.core.run_options import RunOptions
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.dispatch.budget import max_prompts
 from extractor.dispatch.limiter import MAX_DEFAULT_LIMIT
 from extractor.dispatch.server import require_connections
@@ -38,8 +39,6 @@ from extractor.system.files import free_bytes
 from manifest.exceptions import ManifestMissing
 from prompts.types import Prompt
 
-#: How long the probe of the server's speed sends prompts.
-PROBE_S = 5.0
 #: Requests that the probe has in flight with each server, where no number was named.
 PROBE_CONCURRENCY = 64
 #: The rids of the probe: without the prefix of ours, so that the plugin dumps nothing.
@@ -81,7 +80,9 @@ class _Surroundings:
     why_no_speed: str = ""
 
 
-async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
+async def dry_run(
+    options: RunOptions, reporter: Reporter, *, timings: Timings = DEFAULT_TIMINGS
+) -> DryRun:
     """Tokenise every row and count. Sends a few prompts to the server, if one answers, to measure
     its speed; writes nothing.
 
@@ -99,6 +100,7 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
         options.servers.urls,
         concurrency=concurrency,
         request_timeout_s=options.patience.request_timeout_s,
+        timings=timings.client,
     ) as clients:
         around = await _surroundings(options, clients, reporter)
         forecast = await _forecast(options, around, reporter)
@@ -109,6 +111,7 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
                 [client for client in clients if client.url in answering],
                 forecast.sample,
                 concurrency,
+                probe_s=timings.probe.speed_s,
             )
     return DryRun(
         forecast=forecast,
@@ -227,9 +230,9 @@ def _budget(options: RunOptions, around: _Surroundings) -> int:
 
 
 async def _measured(
-    clients: Sequence[Client], prompts: Sequence[Prompt], concurrency: int
+    clients: Sequence[Client], prompts: Sequence[Prompt], concurrency: int, *, probe_s: float
 ) -> Speed | None:
-    """The servers' prefill speed, from as many of the prompts as they take in `PROBE_S`."""
+    """The servers' prefill speed, from as many of the prompts as they take in `probe_s`."""
     # Several dry runs may use one server at the same time, and it rejects duplicate rids.
     rid = f"{PROBE_RID}-{secrets.token_hex(4)}"
     waiting = deque(enumerate(prompts))
@@ -238,7 +241,7 @@ async def _measured(
 
     async def send(client: Client) -> None:
         nonlocal num_tokens, num_prompts
-        while waiting and time.monotonic() - started < PROBE_S:
+        while waiting and time.monotonic() - started < probe_s:
             number, prompt = waiting.popleft()
             reply = await client.generate(Request(rid=f"{rid}-{number}", prompt=prompt))
             if not isinstance(reply, Failure):
