@@ -103,15 +103,15 @@ def _repair(out: Path, found: Audit) -> Repair:
     try:
         try:
             repairer = _Repairer(out, store)
-            is_manifest_mended = FindingKind.MANIFEST_DAMAGED in found.counts
+            is_manifest_mended = FindingKind.MANIFEST_DAMAGED in found.findings.counts
             if is_manifest_mended:
-                repairer.mend_manifest(found.damage.rows)
+                repairer.mend_manifest(found.findings.damage.rows)
         except ManifestSpaceError:
             raise
         except (ManifestError, CorruptData, UsageError) as error:
             return _refused(str(error))
         repair = replace(repairer.run(found), manifest=is_manifest_mended)
-        if FindingKind.PROVENANCE not in found.counts:
+        if FindingKind.PROVENANCE not in found.findings.counts:
             return repair
         path = out / DATASET_NAME
         if os.path.lexists(path) and not is_regular(path):
@@ -149,10 +149,10 @@ class _Repairer:
         return bool(starts)
 
     def run(self, found: Audit) -> Repair:
-        damage = found.damage
+        damage = found.findings.damage
         # An open shard is first sealed by the run that fills it: a hole in it would stay one.
         shards = [s for s in self._store.shards() if s.is_sealed and s.number in damage.shards]
-        unknown = [f.detail for f in found.findings if f.kind is FindingKind.SHARD_UNKNOWN]
+        unknown = [f.detail for f in found.findings.all if f.kind is FindingKind.SHARD_UNKNOWN]
         kept = planned = num_shards = 0
         for shard in shards:
             path = sealed_shard_path(self._settings.directory, shard)
@@ -164,7 +164,7 @@ class _Repairer:
             num_shards += 1
             kept += num_kept
             planned += len(rows) - num_kept
-        if FindingKind.LIVE_DAMAGED in found.counts and is_regular(self._out / LIVE_NAME):
+        if FindingKind.LIVE_DAMAGED in found.findings.counts and is_regular(self._out / LIVE_NAME):
             (self._out / LIVE_NAME).unlink(missing_ok=True)
         return Repair(
             shards=num_shards,

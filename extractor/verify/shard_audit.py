@@ -57,7 +57,7 @@ class ShardAuditor:
         `records`: the shard's samples in file order. `skip`: ordinals of damaged rows that are
         reported already.
         """
-        before = self._audit.counts.total()
+        before = self._audit.findings.counts.total()
         beginning = self._check_beginning() if self._shard.is_sealed else b""
         digests: list[str] = []
         end: int | None = self._shard.data_start
@@ -66,7 +66,7 @@ class ShardAuditor:
             self._progress(1)
             if isinstance(row, Damage) or row.ordinal in skip:
                 is_whole, end = False, None
-                self._audit.damage.shards.add(self._shard.number)
+                self._audit.findings.damage.shards.add(self._shard.number)
                 self._forget(row.ordinal)
                 continue
             sample, tensors = row.sample, sample_tensors(row.prompt.num_tokens, self._layout)
@@ -86,11 +86,11 @@ class ShardAuditor:
                 FindingKind.SHARD_HEADER, f"{counted(len(self._header), 'unknown tensor')}: {names}"
             )
         # Once another check has found damage, a wrong digest adds nothing.
-        if self._shard.is_sealed and is_whole and self._audit.counts.total() == before:
+        if self._shard.is_sealed and is_whole and self._audit.findings.counts.total() == before:
             self._check_digest(beginning, digests)
 
     def _find(self, kind: FindingKind, detail: str, *, row: StoredRow | None = None) -> None:
-        self._audit.find(kind, detail, row=row.ordinal if row else None, shard=self._shard)
+        self._audit.findings.find(kind, detail, row=row.ordinal if row else None, shard=self._shard)
 
     # --- the beginning -----------------------------------------------------------------------
 

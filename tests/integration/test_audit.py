@@ -65,7 +65,7 @@ def shard(out: Path, number: int = 0) -> Path:
 
 
 def kinds(out: Path, *, fast: bool = False) -> set[FindingKind]:
-    return {finding.kind for finding in audit(out, fast=fast).findings}
+    return {finding.kind for finding in audit(out, fast=fast).findings.all}
 
 
 def flip(path: Path, offset: int, bits: int = 0xFF) -> None:
@@ -103,8 +103,8 @@ def test_a_good_data_set_is_clean(out: Path) -> None:
     result = audit(out)
     assert result.is_clean
     assert result.samples_checked == len(PROMPTS)
-    assert result.bytes_checked == result.totals.stored_bytes
-    assert result.num_shards >= 3
+    assert result.bytes_checked == result.contents.totals.stored_bytes
+    assert result.contents.num_shards >= 3
     assert_whole(out, PROMPTS)
     assert json.dumps(result.to_document())
 
@@ -134,7 +134,7 @@ def test_one_flipped_byte_of_a_sample_is_found(out: Path, region: str) -> None:
         "loss_mask": n * 68 + 2 * 4,
     }
     flip(shard(out), row.sample.offset + places[region], bits=1)
-    findings = audit(out).findings
+    findings = audit(out).findings.all
     expected = {FindingKind.SAMPLE_DIGEST}
     if region in ("input_ids", "loss_mask"):
         expected.add(FindingKind.SAMPLE_TOKENS)
@@ -175,7 +175,7 @@ def test_a_changed_byte_that_every_reader_skips_is_found(out: Path) -> None:
 
 def test_tallies_that_are_not_those_of_the_rows_are_found(out: Path) -> None:
     sql(out, "UPDATE tallies SET num_rows = num_rows + 1 WHERE state = 'stored'")
-    findings = audit(out).findings
+    findings = audit(out).findings.all
     assert {finding.kind for finding in findings} == {FindingKind.MANIFEST_DAMAGED}
     assert findings[0].detail == "the tallies are not those of the rows: stored"
 
@@ -196,7 +196,7 @@ def test_a_value_that_is_no_number_is_found_though_its_digest_is_right(out: Path
         file.seek(begin)
         digest = xxhash.xxh3_128_hexdigest(file.read(row.sample.size_bytes))
     change_rows(out, "UPDATE prompts SET digest = ? WHERE ordinal = ?", digest, row.ordinal)
-    (finding,) = audit(out).findings
+    (finding,) = audit(out).findings.all
     assert (finding.kind, finding.row) == (FindingKind.SAMPLE_NONFINITE, row.ordinal)
     assert finding.detail == "aux holds NaN or infinity at row 0, boundary 1"
 
@@ -209,7 +209,7 @@ def test_two_samples_that_changed_places_are_found(out: Path) -> None:
         other = file.read(second.sample.size_bytes)
         file.seek(first.sample.offset)
         file.write(other + one)
-    found = {(finding.kind, finding.row) for finding in audit(out).findings}
+    found = {(finding.kind, finding.row) for finding in audit(out).findings.all}
     for row in (first, second):
         assert (FindingKind.SAMPLE_DIGEST, row.ordinal) in found
         assert (FindingKind.SAMPLE_TOKENS, row.ordinal) in found
@@ -406,7 +406,7 @@ def test_a_data_set_that_is_being_written_is_called_so(out: Path) -> None:
             holder.kill()
     assert found.writer == holder.pid == found.to_document()["writer"]
     assert f"process {holder.pid} is writing this data set" in found.to_text()
-    assert [f.kind for f in found.findings] == [FindingKind.SHARD_UNSEALED]
+    assert [f.kind for f in found.findings.all] == [FindingKind.SHARD_UNSEALED]
     assert "run the same command again" not in found.to_text()
     # It was killed: what it wrote of itself is still there, and nobody writes.
     assert (out / LOCK_NAME).read_text().startswith(f"{holder.pid} ")
@@ -429,14 +429,14 @@ def test_something_else_beside_the_manifest_is_a_finding_and_is_never_waited_for
 ) -> None:
     beside = out / f"manifest.sqlite{suffix}"
     os.mkfifo(beside) if kind == "pipe" else beside.mkdir()
-    (finding,) = audit(out).findings
+    (finding,) = audit(out).findings.all
     assert finding.kind is FindingKind.MANIFEST_DAMAGED
     assert f"{beside}: not a sound manifest (not a regular file)" in finding.detail
 
 
 def test_a_journal_of_noise_beside_the_manifest_is_a_finding(out: Path) -> None:
     (out / "manifest.sqlite-journal").write_bytes(bytes(range(1, 256)) * 20)
-    (finding,) = audit(out).findings
+    (finding,) = audit(out).findings.all
     assert finding.kind is FindingKind.MANIFEST_DAMAGED
 
 
@@ -450,7 +450,7 @@ def test_shards_whose_manifest_is_lost_are_a_finding(out: Path, how: str) -> Non
         case "link to nowhere":
             manifest.symlink_to("nowhere")
     found = audit(out)
-    (finding,) = found.findings
+    (finding,) = found.findings.all
     assert finding.kind is FindingKind.MANIFEST_DAMAGED
     assert "shard-000000.safetensors" in finding.detail
     assert found.to_document()["clean"] is False
@@ -462,7 +462,7 @@ def test_a_difference_within_dataset_json_is_named_by_its_place(out: Path) -> No
     document["sessions"][0]["servers"][0]["kv_cache_dtype"] = "fp8"
     document["reading"]["thinking"] = "drop"
     path.write_text(json.dumps(document))
-    details = [finding.detail for finding in audit(out).findings]
+    details = [finding.detail for finding in audit(out).findings.all]
     assert details == [
         f"{path}: reading.thinking is 'drop', the manifest says 'template'",
         f"{path}: sessions[0].servers[0].kv_cache_dtype is 'fp8', the manifest says 'auto'",
@@ -471,20 +471,20 @@ def test_a_difference_within_dataset_json_is_named_by_its_place(out: Path) -> No
 
 def test_each_damaged_field_of_the_identity_is_named(out: Path) -> None:
     sql(out, "UPDATE identity SET checksum = 1 WHERE name IN ('model', 'dtype')")
-    details = {finding.detail for finding in audit(out).findings}
+    details = {finding.detail for finding in audit(out).findings.all}
     for name in ("model", "dtype"):
         assert any(f"identity, row '{name}': its checksum" in detail for detail in details)
 
 
 def test_a_row_of_a_server_start_that_is_not_on_record_is_found(out: Path) -> None:
     change_rows(out, "UPDATE prompts SET server = 7 WHERE ordinal = 3")
-    (finding,) = audit(out).findings
+    (finding,) = audit(out).findings.all
     assert (finding.row, finding.detail) == (3, "server is 7, there are 1")
 
 
 def test_a_damaged_server_start_or_canary_is_found(out: Path) -> None:
     sql(out, "UPDATE server_starts SET url = 'http://elsewhere'")
     sql(out, "UPDATE canaries SET dump = zeroblob(64)")
-    details = [finding.detail for finding in audit(out).findings]
+    details = [finding.detail for finding in audit(out).findings.all]
     assert "server_starts, row 0: its checksum is not that of its columns" in details
     assert "canaries, row 0: its digest is not that of its dump" in details

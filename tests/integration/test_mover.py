@@ -14,7 +14,7 @@ from helpers import Notes, make_identity, make_prompts, prompt_of
 
 from extractor.core.counters import Counters
 from extractor.core.timings import StoreTimings
-from extractor.dispatch.row_recorder import Ledger
+from extractor.dispatch.row_recorder import RowRecorder
 from extractor.shards.mover import Mover
 from extractor.shards.sequence import ShardSequence
 from extractor.shards.writer import ShardSettings, ShardWriter
@@ -54,7 +54,7 @@ async def owner_of(path: Path, prompts: Sequence[Prompt]) -> StoreOwner:
 
 
 def mover_of(shards: ShardSequence, owner: StoreOwner, counters: Counters) -> Mover:
-    recorder = Ledger(owner, counters, Notes(), server_of=lambda boot_id: None)
+    recorder = RowRecorder(owner, counters, Notes(), server_of=lambda boot_id: None)
     return Mover(shards, recorder, counters.stages, StoreTimings())
 
 

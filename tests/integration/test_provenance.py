@@ -23,13 +23,13 @@ from helpers import (
     ordinals_sent,
     read_samples,
     rows_of,
+    run,
     servers_of,
     write_prompts,
 )
 
 from extractor.core.errors import ConfigMismatch, Interrupted, PluginError, first_known
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeModel, FakeServer, FaultPlan, fake_states
 from extractor.verify.audit import audit
 from extractor.verify.findings import FindingKind
@@ -37,8 +37,6 @@ from manifest.records import ServerStart
 from manifest.states import State
 from manifest.store import Store
 from server_patch.dump_format import decode_ready, encode_ready
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 NUM_ROWS = 40
 
@@ -300,7 +298,9 @@ async def test_a_data_set_of_an_older_version_goes_on_and_gets_its_canary(
     assert checkpoints_of(out, prompts) == dict.fromkeys(range(NUM_ROWS), 0)
     found = audit(out)
     assert found.is_clean
-    assert found.num_unattributed == sum(number is None for number in servers_of(out).values())
+    assert found.contents.num_unattributed == sum(
+        number is None for number in servers_of(out).values()
+    )
     assert "stored by an older version" in found.to_text()
     async with FakeServer(dump_root, model=FakeModel(checkpoint=1)).running() as server:
         assert "weights: was" in await refused(options_for(server, path, out), notes)
@@ -337,11 +337,11 @@ async def test_a_finished_data_set_of_an_older_version_is_still_clean(
     before = (out / "dataset.json").read_bytes()
     manifest = (out / "manifest.sqlite").read_bytes()
     found = audit(out)
-    assert {finding.kind for finding in found.findings} <= {
+    assert {finding.kind for finding in found.findings.all} <= {
         FindingKind.ROW_UNFINISHED,
         FindingKind.ROWS_UNACCOUNTED,
         FindingKind.SHARD_UNSEALED,
     }
-    assert found.starts == ()
+    assert found.contents.starts == []
     assert (out / "dataset.json").read_bytes() == before
     assert (out / "manifest.sqlite").read_bytes() == manifest  # read as a copy
