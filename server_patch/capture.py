@@ -81,10 +81,10 @@ class NormProbe:
                 self._seen = inputs[0]
 
 
-class Audit(Protocol):
+class ForwardAudit(Protocol):
     """Compares what one forward captured with what its layers worked on; see `capture_audit`."""
 
-    def watching(self) -> AbstractContextManager[None]:
+    def tracing(self) -> AbstractContextManager[None]:
         """Watches the forward inside the block."""
 
     def find_fault(self, boundaries: Sequence[int], hidden: Any, aux: Any) -> str | None:
@@ -103,7 +103,7 @@ class Capture:
         points: Points,
         rid_prefix: str,
         shares_forward: bool,
-        audit: Audit | None = None,
+        audit: ForwardAudit | None = None,
     ) -> None:
         """shares_forward: under DP attention the ranks of one forward hold different requests, and
         capturing may complete a reduction over all of them. They must then decide alike, by what
@@ -142,7 +142,7 @@ class Capture:
             stack.enter_context(points.active())
             if audit is not None:
                 self._audit = None
-                stack.enter_context(audit.watching())
+                stack.enter_context(audit.tracing())
             result = call()
         hidden, aux = points.split(result)
         fault = audit.find_fault(points.boundaries, hidden, aux) if audit is not None else None

@@ -26,7 +26,7 @@ from typing import Any
 from server_patch import sglang_api
 from server_patch.capture_points import Parts
 from server_patch.layer_hooks import LayerSignature
-from server_patch.layer_trace import Proven, Watch
+from server_patch.layer_trace import LayerTrace, Proven
 
 logger = logging.getLogger(__name__)
 
@@ -49,23 +49,23 @@ class Proof:
         """
         for layer in parts.inner.layers:
             LayerSignature(layer)
-        self._watch: Watch | None = Watch(parts)
+        self._trace: LayerTrace | None = LayerTrace(parts)
         parts.final_norm()
         self._proven = proven
         self._refused = refused
 
     def run(self, forward_batch: Any, call: Callable[[], Any]) -> Any:
         """`call()` is the original forward, and its result is returned."""
-        watch = self._watch
-        if watch is None or not (
+        trace = self._trace
+        if trace is None or not (
             sglang_api.is_prefill(forward_batch) and sglang_api.request_ids(forward_batch)
         ):
             return call()
-        self._watch = None
-        with watch.watching():
+        self._trace = None
+        with trace.tracing():
             result = call()
         try:
-            found = watch.judge(result)
+            found = trace.judge(result)
         except Exception as error:
             self._refused(error)
         else:
@@ -94,29 +94,29 @@ class PointsAudit:
         right, wrong: one is called once, on the forward thread, and must not raise. wrong is told
             what is, and what hooks on the layers need if they would do instead.
         """
-        self._watch = Watch(parts)
+        self._trace = LayerTrace(parts)
         self._must_prove = must_prove
         self._right = right
         self._wrong = wrong
 
-    def watching(self) -> AbstractContextManager[None]:
-        return self._watch.watching()
+    def tracing(self) -> AbstractContextManager[None]:
+        return self._trace.tracing()
 
     def find_fault(self, boundaries: Sequence[int], hidden: Any, aux: Any) -> str | None:
         try:
-            fault = self._watch.compare(boundaries, hidden, aux)
+            fault = self._trace.compare(boundaries, hidden, aux)
         except Exception as error:
             logger.warning("hidden states: the capture cannot be audited: %r", error)
             fault = None if not self._must_prove else f"the capture cannot be audited: {error!r}"
         else:
-            if fault is None and self._must_prove and self._watch.proven != list(boundaries):
-                fault = f"of the boundaries {list(boundaries)} only {self._watch.proven} are proven"
+            if fault is None and self._must_prove and self._trace.proven != list(boundaries):
+                fault = f"of the boundaries {list(boundaries)} only {self._trace.proven} are proven"
         if fault is None:
             self._tell(boundaries)
             self._right()
             return None
         try:
-            found = self._watch.judge(hidden)
+            found = self._trace.judge(hidden)
         except Exception as error:
             fault = f"{fault}. {error}"
             found = None
@@ -124,7 +124,7 @@ class PointsAudit:
         return fault
 
     def _tell(self, boundaries: Sequence[int]) -> None:
-        proven = self._watch.proven
+        proven = self._trace.proven
         believed = [boundary for boundary in boundaries if boundary not in proven]
         if believed:
             logger.warning(

@@ -59,12 +59,18 @@ class Parts:
         raise ArmError(f"{type(self.inner).__name__} has none of {_FINAL_NORMS} as its final norm")
 
 
-def find_parts(model: Any, *, num_layers: int) -> Parts:
-    """The causal LM and its layer stack within `model`. Raises ArmError."""
+def find_causal(model: Any) -> Any:
+    """The causal LM within `model`, which may be a multimodal wrapper of it."""
     language_model = getattr(model, "language_model", None)
     owners = [owner for owner in (language_model, model) if owner is not None]
     # Of those without a setter, the language model within a wrapper is the one with the layers.
-    causal = next((o for o in owners if _setter_of(o) is not None), owners[0])
+    return next((owner for owner in owners if _setter_of(owner) is not None), owners[0])
+
+
+def find_parts(model: Any, *, num_layers: int) -> Parts:
+    """The causal LM and its layer stack within `model`. Raises ArmError."""
+    language_model = getattr(model, "language_model", None)
+    causal = find_causal(model)
     for inner in (getattr(causal, "model", None), language_model, causal):
         layers = getattr(inner, "layers", None)
         if layers is not None and len(layers) == num_layers:

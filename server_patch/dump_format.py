@@ -248,7 +248,7 @@ class Ready:
 
     @cached_property
     def layout(self) -> StateLayout:
-        """Layout of the dumps. Raises DumpFormatError if no model has such states."""
+        """The layout of the dumps. Raises DumpFormatError if no model has such states."""
         return StateLayout(
             boundaries=self.capture.boundaries,
             hidden_size=self.model.hidden_size,

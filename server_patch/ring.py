@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from server_patch.slot_layout import SLOT_ALIGNMENT, Layout
+from server_patch.slot_layout import SLOT_ALIGNMENT, SlotLayout
+from server_patch.writer_protocol import RingMap
 
 #: Most staging memory taken unless the user says otherwise.
 MAX_PINNED_BYTES: Final = 4 << 30
@@ -36,7 +37,7 @@ class RingPlan:
 
 
 def plan_ring(
-    *, layout: Layout, forward_rows: int, num_slots: int, total_bytes: int | None, pinned: bool
+    *, layout: SlotLayout, forward_rows: int, num_slots: int, total_bytes: int | None, pinned: bool
 ) -> RingPlan:
     """Sizes for forwards of up to `forward_rows` tokens.
 
@@ -94,6 +95,15 @@ class Ring:
         ]
         self._lock = threading.Lock()
         self._peak_slots = 0
+
+    @property
+    def map(self) -> RingMap:
+        """The ring, for a writer process."""
+        return RingMap(
+            descriptor=self.descriptor,
+            total_bytes=self.plan.total_bytes,
+            slot_bytes=self.plan.slot_bytes,
+        )
 
     @property
     def peak_bytes(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from server_patch.ring import Slot
-from server_patch.slot_layout import Layout
+from server_patch.slot_layout import SlotLayout
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -37,35 +37,37 @@ class States:
     last_pre: torch.Tensor | None  # [T, H], before it; None unless asked for
     input_ids: torch.Tensor  # [T]
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: SlotLayout) -> None:
         """Raises StagingError unless every tensor has the shape and the dtype that `layout`
         promises: a copy into another dtype would round in silence."""
-        rows, hidden = self.last.shape[0], layout.hidden_size
+        expected = layout.states
+        num_boundaries = len(expected.boundaries)
+        rows, hidden = self.last.shape[0], expected.hidden_size
         wanted = {"last": (self.last, hidden)}
         if isinstance(self.aux, torch.Tensor):
-            wanted["aux"] = (self.aux, layout.num_boundaries * hidden)
+            wanted["aux"] = (self.aux, num_boundaries * hidden)
         else:
-            if len(self.aux) != layout.num_boundaries:
+            if len(self.aux) != num_boundaries:
                 raise StagingError(
-                    f"{layout.num_boundaries} boundaries are armed, {len(self.aux)} were captured"
+                    f"{num_boundaries} boundaries are armed, {len(self.aux)} were captured"
                 )
             wanted.update({f"aux[{i}]": (part, hidden) for i, part in enumerate(self.aux)})
-        if layout.last_kind in ("pre", "both"):
+        if expected.last_kind in ("pre", "both"):
             if self.last_pre is None:
                 raise StagingError("the final norm did not show its input")
             wanted["last_pre"] = (self.last_pre, hidden)
         for name, (tensor, width) in wanted.items():
             if tuple(tensor.shape) != (rows, width):
                 raise StagingError(f"{name} is {list(tensor.shape)}, must be {[rows, width]}")
-            if tensor.dtype != TORCH_DTYPES[layout.dtype]:
+            if tensor.dtype != TORCH_DTYPES[expected.dtype]:
                 raise StagingError(
-                    f"{name} is {tensor.dtype}, the model's states are {layout.dtype}"
+                    f"{name} is {tensor.dtype}, the model's states are {expected.dtype}"
                 )
         if self.input_ids.dim() != 1 or self.input_ids.shape[0] < rows:
             raise StagingError(f"input_ids is {list(self.input_ids.shape)}, must be [>= {rows}]")
 
 
-def gather(states: States, layout: Layout, flat: torch.Tensor, *, begin: int, end: int) -> None:
+def gather(states: States, layout: SlotLayout, flat: torch.Tensor, *, begin: int, end: int) -> None:
     """Copy rows begin..end of every tensor to `flat` (uint8, same device), as `layout` says."""
     rows = end - begin
     for section in layout.sections(rows):
@@ -84,7 +86,9 @@ class Stager(Protocol):
 
     pinned: bool
 
-    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+    def stage(
+        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+    ) -> None:
         """Begin to fill `slot` with rows begin..end. Never waits for the device."""
 
     def wait(self, slot: Slot) -> None:
@@ -99,7 +103,9 @@ class CpuStager:
 
     pinned = False
 
-    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+    def stage(
+        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+    ) -> None:
         gather(states, layout, slot.tensor, begin=begin, end=end)
 
     def wait(self, slot: Slot) -> None:
@@ -121,7 +127,9 @@ class CudaStager:
         self._device = device
         self._copy_stream = torch.cuda.Stream(device=device)
 
-    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+    def stage(
+        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+    ) -> None:
         packed = torch.empty(layout.size_bytes(end - begin), dtype=torch.uint8, device=self._device)
         gather(states, layout, packed, begin=begin, end=end)
         gathered = torch.cuda.Event()
