@@ -43,7 +43,7 @@ def make_rank_dir(
 ) -> RankDir:
     """Make `<root>/<boot_id>/<rank>`; the last step is exclusive.
 
-    rank: None when the engine does not tell it: then the first free one below `num_ranks`.
+    rank: None if the engine does not expose it: then the first free one below `num_ranks`.
     Raises RankDirError, OSError.
     """
     root.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""What every decoder layer is given and returns in one forward, and what follows from it.
+"""Records the inputs and outputs of every decoder layer in one forward, and checks them.
 
-Nothing that is done here changes the forward: hooks copy the first rows of what passes by.
+Nothing here changes the forward: hooks copy the first rows of the tensors that they see.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST: Final = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Proven:
-    """What is needed to capture."""
+    """The facts that hooks on the layers need to capture the stream."""
 
     stream: Stream
     consumers: list[Any]  # per layer, the module that takes its state
@@ -72,7 +72,7 @@ class _Visit:
 
 
 class LayerTrace:
-    """The hooks on every layer for one forward, and what they saw."""
+    """The hooks on every layer for one forward, and the tensors that they saw."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -113,7 +113,7 @@ class LayerTrace:
 
         self._handles.append(register(safely, with_kwargs=True))
 
-    # ---- what is seen --------------------------------------------------------------------------
+    # ---- recording -----------------------------------------------------------------------------
 
     def _enter(self, index: int, args: Any, kwargs: Any) -> None:
         visit = self._inside = _Visit(index=index)
@@ -157,12 +157,12 @@ class LayerTrace:
     def _after_norm(self, _subject: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         self._norm_outputs.append(_head(tensors_of(output)[0]))
 
-    # ---- what follows from it ------------------------------------------------------------------
+    # ---- checking --------------------------------------------------------------------------------
 
     def compare(self, boundaries: Sequence[int], hidden: torch.Tensor, aux: Any) -> str | None:
-        """Which of the captured states is not what its layer worked on, or None."""
+        """Describe the first state that its layer did not work on; None if all are right."""
         if aux is None:
-            return None  # told with each request
+            return None  # recorded for each request
         width = hidden.shape[1]
         if isinstance(aux, torch.Tensor):
             aux = [aux[:, i * width : (i + 1) * width] for i in range(len(boundaries))]
@@ -186,7 +186,8 @@ class LayerTrace:
         return None
 
     def judge(self, result: Any) -> Proven:
-        """Raises ArmError with what does not hold, or what a hook raised."""
+        """Determine how hooks can capture. Raises ArmError with the reason if they cannot, or the
+        error of a hook."""
         if self._error is not None:
             raise self._error
         self._check_order(result)
@@ -217,7 +218,7 @@ class LayerTrace:
                 )
 
     def _find_stream(self) -> Stream:
-        """What the layers hand to what they call first. The first layer's tells nothing."""
+        """The stream that layers pass to their first module; the first layer does not show it."""
         later = self._visits[1:]
         apart = {bool(set(visit.consumer.given) - visit.owed["sum"]) for visit in later}
         both = {

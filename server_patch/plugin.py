@@ -1,7 +1,7 @@
-"""The entry point of the group `sglang.srt.plugins`, and what it starts in a scheduler process.
+"""The entry point of the group `sglang.srt.plugins`, and the start of a scheduler's capture.
 
 SGLang calls `register` in each of its processes: main, scheduler (one per tensor-parallel rank),
-detokenizer. Without `SGLANG_HS_DUMP_DIR` that is all that ever happens.
+detokenizer. Without `SGLANG_HS_DUMP_DIR` nothing else ever happens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _weights: Weights | None = None
 
 
 def register() -> None:
-    """Register our hooks if the environment asks for it. Raises SettingsError; SGLang logs it."""
+    """Register the hooks if the environment asks for it. Raises SettingsError; SGLang logs it."""
     try:
         settings = Settings.from_environ(os.environ)
     except SettingsError as error:
@@ -62,7 +62,7 @@ def register() -> None:
 
 
 def _after_load_model(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
-    """Arm the model that `runner` has just loaded. Whatever fails, the server goes on serving."""
+    """Arm the model that `runner` has just loaded. No error here stops the server."""
     from server_patch import sglang_api
 
     try:
@@ -128,12 +128,12 @@ def _set_up(runner: Any, settings: Settings, measured: Measured | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """This process's model, on its way to being captured.
+    """Sets up the capture of this process's model.
 
-    Arming by the model's own setter and installing go alike on every tensor-parallel rank, because
-    the engine's capture may contain collectives. What only the writer's rank does can fail there
-    alone, and must then leave the capture in place. Hooks on layers contain none, so the other
-    ranks have nothing to do with them.
+    Arming by the model's own setter and installing are the same on every tensor-parallel rank,
+    because the engine's capture may contain collectives. The steps of the writer's rank can fail
+    there alone, and must then leave the capture in place. Hooks on layers contain no collectives,
+    so the other ranks do not install them.
     """
 
     runner: Any
@@ -173,7 +173,7 @@ class _Rank:
         self._begin(parts, capture_points.arm(parts, boundaries))
 
     def _prove(self, parts: Parts, boundaries: tuple[int, ...]) -> None:
-        """Without capture points: watch the warm-up's prefill, and use hooks if that proves right.
+        """Without capture points: record the warm-up's prefill, and use hooks if it proves them.
 
         READY.json or FAILED.json are written then, before the server says that it is ready.
         """
@@ -202,7 +202,7 @@ class _Rank:
     def _begin(self, parts: Parts, points: CapturePoints | LayerHooks) -> None:
         """Install the capture, and on the writer's rank start writing.
 
-        What the model was not set up for by a setter of its own is announced when it is proven.
+        Capture points that no setter of the model has set are announced when they are proven.
         Raises EngineError, ArmError.
         """
         from server_patch.capture import Capture, NormProbe, install
@@ -218,14 +218,14 @@ class _Rank:
         writing: Writing | None = None  # of the writer's rank, once it runs
 
         def wrong(fault: str, found: Proven | None) -> None:
-            """The engine's own points are wrong: use hooks on the layers if they would do."""
+            """Replace the engine's wrong points by hooks on the layers, if those can be used."""
             if writing is None:
                 return
             capture.connect(None, None)
             try:
                 if found is None:
                     raise ArmError(fault)
-                logger.warning("hidden states: %s; hooks on the layers are used instead", fault)
+                logger.warning("hidden states: %s; using hooks on the layers instead", fault)
                 hooks = LayerHooks(
                     parts,
                     points.boundaries,
@@ -281,7 +281,7 @@ class _Rank:
 
 
 def _make_rank_dir(settings: Settings, facts: RunnerFacts) -> RankDir | None:
-    """This writer's directory, or None (logged) if it cannot be made."""
+    """Make the directory of this rank; None, with an error in the log, if that fails."""
     from server_patch.dump_dir import RankDirError, make_rank_dir
 
     try:
@@ -299,7 +299,7 @@ def _make_rank_dir(settings: Settings, facts: RunnerFacts) -> RankDir | None:
 
 
 def _refuse(rank_dir: RankDir | None, error: Exception) -> None:
-    """Say why nothing is captured, where the client looks for it."""
+    """Log why nothing is captured, and write it to FAILED.json for the client."""
     from server_patch.ready import write_failed
 
     reason = str(error) or repr(error)
@@ -312,7 +312,7 @@ def _refuse(rank_dir: RankDir | None, error: Exception) -> None:
 
 
 def _report_bad_settings(reason: str) -> None:
-    """Leave the reason under the root as well, if that much of the environment can be read.
+    """Write the reason to FAILED.json as well, if the root and the boot id can be read.
 
     The first process does it; in the others the directory exists already.
     """

@@ -1,7 +1,7 @@
-"""Log lines about single requests, each with `rid=<rid>`: grep for it to follow a request.
+"""Logs the stages and errors of single requests; every line contains `rid=<rid>`.
 
-They are off, and the server's log is that of a plain server, unless `SGLANG_HS_LOG_LEVEL` is set.
-Guard each line with `enabled`, once per forward or job.
+The lines are off unless `SGLANG_HS_LOG_LEVEL` is set. Callers ask `debug_enabled` once per
+forward or job, not per request.
 
 | level | line |
 |---|---|
@@ -24,7 +24,7 @@ _FORMAT: Final = "[%(asctime)s hidden-states writer %(process)d] %(message)s"
 
 
 def set_level(level: str | None) -> None:
-    """Write lines of `level` and above, whatever the level of SGLang's loggers; None: none."""
+    """Log lines of `level` and above, whatever the level of SGLang's loggers; None: no lines."""
     logger.setLevel(level or _OFF)
 
 

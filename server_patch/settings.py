@@ -1,4 +1,4 @@
-"""What the user asked of the plugin: the `SGLANG_HS_*` environment variables, parsed once.
+"""The configuration of the plugin: the `SGLANG_HS_*` environment variables, parsed once.
 
 Standard library only. `Settings.from_environ` returns None when `SGLANG_HS_DUMP_DIR` is absent:
 the plugin is then inert.
@@ -36,7 +36,7 @@ _MIN_RING_BYTES = 1 << 16
 
 
 class SettingsError(ValueError):
-    """A `SGLANG_HS_*` variable holds something that cannot be done; the message names it."""
+    """The value of a `SGLANG_HS_*` variable is invalid; the message names the variable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,7 @@ class Settings:
 
     @property
     def directory_mode(self) -> int:
-        """Permission bits of directories: who may read files may also search, whoever may write
-        files may also remove them."""
+        """Permission bits of directories: readers of files may search, writers may remove files."""
         return self.file_mode | (self.file_mode & 0o444) >> 2
 
     @classmethod
@@ -145,7 +144,7 @@ class Settings:
 
 
 def is_boot_id(text: str) -> bool:
-    """Can `text` name a directory of ours?"""
+    """Whether `text` is a valid boot id."""
     return _BOOT_ID.fullmatch(text) is not None
 
 

@@ -1,6 +1,6 @@
-"""Every attribute of SGLang that the plugin touches, one look-up per fact.
+"""Reads every attribute of SGLang that the plugin uses, one look-up per fact.
 
-SGLang moves things between releases; this module is the only one that follows. What it asks for is
+SGLang moves things between releases; only this module follows. The names that it looks up are
 listed in `sglang_compat`, which the tests compare with the wheels of all supported releases. A
 look-up that fails raises EngineError with the name of what moved. Nothing of sglang is imported
 before a look-up is made.
@@ -39,12 +39,12 @@ _STATE_DTYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.floa
 
 
 class EngineError(RuntimeError):
-    """This SGLang does not have what the plugin needs; the message names it."""
+    """This SGLang lacks something that the plugin needs; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The part of one process among all that serve the model."""
+    """The place of this process among all that serve the model."""
 
     rank: int | None  # data-parallel rank; None where the engine does not say
     is_writer: bool  # attention-tensor-parallel rank 0
@@ -210,7 +210,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_draft(runner: Any) -> bool:
-    """Is this the runner of a speculative drafter?"""
+    """Whether this is the runner of a speculative drafter."""
     return bool(_get(runner, "is_draft_worker"))
 
 
@@ -338,7 +338,7 @@ def _prefill_graphs(settings: EngineSettings, device: torch.device) -> str | Non
 
 
 def captures_boundary_zero() -> bool:
-    """Can capture points stand before the first layer?
+    """Whether a capture point can be before the first layer.
 
     Older engines add `hidden_states + residual` there, and the residual is still None: the first
     request would end the server.
@@ -459,7 +459,7 @@ class PrefillBatch:
 
 
 def is_prefill(forward_batch: Any) -> bool:
-    """Does this forward extend prompts? False for decode, idle, and batches only dressed as one."""
+    """Whether this forward extends prompts. False for decode, idle, and relabelled batches."""
     mode = getattr(forward_batch, "forward_mode", None)
     if mode is None or mode.name not in ("EXTEND", "MIXED"):
         return False
@@ -472,7 +472,7 @@ def request_ids(forward_batch: Any) -> Sequence[str]:
 
 
 def any_rank_prefills(forward_batch: Any) -> bool:
-    """Does any data-parallel rank extend in this forward? The same answer on all of them."""
+    """Whether any data-parallel rank extends in this forward; the same on all of them."""
     return bool(getattr(forward_batch, "is_extend_in_batch", True))
 
 
@@ -493,10 +493,10 @@ def read_batch(forward_batch: Any) -> PrefillBatch:
 
 
 class RequestIds(list[str]):
-    """A batch's list of rids that knows how long the prompts are.
+    """The rids of a batch, with the lengths of the prompts.
 
     The engine copies a batch field by field on its way to the model, and an attribute of ours would
-    not come along; what hangs on a field's value does.
+    not be copied; an attribute of a field's value is.
     """
 
     prompt_lens: list[int]  # tokens of each request's prompt
@@ -520,7 +520,7 @@ def note_prompt_lengths(forward_batch: Any, _cls: Any, batch: Any, *_: Any, **__
 class EngineSettings:
     """The server's settings, as the engine resolved them.
 
-    Since 0.5.20 `ServerArgs` holds what the user typed, defaults unfilled, and what became of it is
+    Since 0.5.20 `ServerArgs` holds the user's input, without defaults, and the resolved values are
     in the process's context; before, the record itself was written to. A record that is not the
     published one (0.5.18 and older, or a process without context) is read as it is.
     """
@@ -563,7 +563,7 @@ def _data_parallel_sizes(settings: EngineSettings) -> tuple[int, int]:
     """Attention groups within one forward, and replicas with forwards of their own."""
     dp_size = int(settings.need("dp_size"))
     groups = settings.get("attn_dp_size")
-    if groups is not None:  # 0.5.22 and newer tell the two apart
+    if groups is not None:  # 0.5.22 and newer distinguish the two
         return int(groups), dp_size
     return (dp_size, 1) if settings.need("enable_dp_attention") else (1, dp_size)
 

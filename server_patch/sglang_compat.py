@@ -1,4 +1,4 @@
-"""Everything of SGLang that the plugin relies on: one table, release by release.
+"""The table of all names of SGLang that the plugin relies on, by release.
 
 `sglang_api.py` looks these names up while the server runs; the tests look for every one of them in
 the wheels of all supported releases, without importing or starting anything. Both sides are held
@@ -26,7 +26,7 @@ RELEASES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Symbol:
-    """One thing that must be there."""
+    """One name that must exist in SGLang."""
 
     places: tuple[str, ...]
     why: str
@@ -197,7 +197,7 @@ _RUNNER_AND_MODEL = (
     Symbol(places=(f"{_CONTEXT}:get_parallel",), since="0.5.14", why="the ranks of this process"),
     Symbol(
         places=(f"{_RUNNER}.dp_rank", f"{_RUNNER}.ps", f"{_PARALLEL_FIELDS}.dp_rank"),
-        since="0.5.12",  # before, nobody kept it: the first free number is taken
+        since="0.5.12",  # before, it is not stored: the first free number is taken
         why="which replica a process is of",
     ),
     *(
@@ -254,7 +254,7 @@ def _setting(name: str, why: str, *, since: str = RELEASES[0], until: str | None
 
 
 _SETTINGS = (
-    # The record became what the user typed; what the engine made of it is asked for by name.
+    # The record became the user's input; the resolved value is looked up by name.
     Symbol(
         places=(f"{_CONTEXT}:RuntimeContext.config_leaf",),
         parameters=("name",),

@@ -1,4 +1,4 @@
-"""How the rows of one forward lie in a staging slot. Pure; no tensors.
+"""The layout of the rows of one forward in a staging slot. Pure; no tensors.
 
 ```
 | aux: rows x k*H | pad | last: rows x H | pad | last_pre: rows x H | pad | input_ids: rows |
@@ -69,6 +69,6 @@ class SlotLayout:
         return sum(row_bytes for *_, row_bytes in self._columns)
 
     def rows_in(self, size_bytes: int) -> int:
-        """Most rows that fit in `size_bytes`, 0 when not even one does."""
+        """Maximum number of rows that fit in `size_bytes`; 0 if not even one does."""
         padding = (len(self._columns) - 1) * SLOT_ALIGNMENT
         return max(0, (size_bytes - padding) // self.bytes_per_row)

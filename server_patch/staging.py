@@ -1,4 +1,4 @@
-"""From the tensors of a forward to a staging slot, without stopping the forward thread.
+"""Copies the tensors of a forward to a staging slot, without stopping the forward thread.
 
 Both stagers first gather the wanted rows in the slot's layout. On a CPU that is the copy. On a GPU
 the gathering runs on the compute stream into memory of our own, in order with the model's kernels,
@@ -25,12 +25,12 @@ TORCH_DTYPES = {
 
 
 class StagingError(RuntimeError):
-    """The engine's tensors do not have the shape or the dtype that was armed."""
+    """The engine's tensors do not have the expected shape or dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """What one forward produced. All tensors have the same number of rows T, padding included."""
+    """The states of one forward. All tensors have the same number of rows T, padding included."""
 
     aux: Any  # [T, k*H], or a list of k tensors [T, H], in ascending boundary order
     last: torch.Tensor  # [T, H], after the final norm
@@ -38,8 +38,8 @@ class States:
     input_ids: torch.Tensor  # [T]
 
     def check(self, layout: SlotLayout) -> None:
-        """Raises StagingError unless every tensor has the shape and the dtype that `layout`
-        promises: a copy into another dtype would round in silence."""
+        """Raises StagingError unless every tensor has the shape and the dtype of `layout`: a copy
+        into another dtype would round silently."""
         expected = layout.states
         num_boundaries = len(expected.boundaries)
         rows, hidden = self.last.shape[0], expected.hidden_size
@@ -82,7 +82,7 @@ def gather(states: States, layout: SlotLayout, flat: torch.Tensor, *, begin: int
 
 
 class Stager(Protocol):
-    """Fills slots."""
+    """Fills slots with the rows of a forward."""
 
     pinned: bool
 
@@ -99,7 +99,7 @@ class Stager(Protocol):
 
 
 class CpuStager:
-    """The states are in host memory: a plain copy, done when `stage` returns."""
+    """Copies states that are in host memory; the copy is complete when `stage` returns."""
 
     pinned = False
 
@@ -116,7 +116,7 @@ class CpuStager:
 
 
 class CudaStager:
-    """The states are on a GPU: gathered on the compute stream, copied on a stream of our own.
+    """Gathers states on a GPU's compute stream, and copies them on a stream of its own.
 
     The copy is driven by the thread that waits for it, not by the forward thread.
     """

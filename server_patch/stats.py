@@ -58,7 +58,7 @@ class Stats:
             self._version += 1
 
     def add_report(self, report: Report) -> None:
-        """Add a writer's report, or what the scheduler would report in place of a writer."""
+        """Add the report of a writer, or one of the scheduler in place of a writer."""
         with self._lock:
             self._reports = Report(*map(operator.add, self._reports, report))
             self._version += 1

@@ -1,7 +1,7 @@
-"""From one forward's states to queued dumps. The only code of ours on the forward thread.
+"""Queues the dumps of one forward's states. This is the plugin's only work on the forward thread.
 
-Nothing raised here reaches the engine: what goes wrong becomes an error record for the requests
-that are concerned, and the server goes on serving.
+Nothing raised here reaches the engine: an error becomes an error record of each request that it
+concerns, and the server continues to serve.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOOK_S: Final = 0.05
 
 
 class Tap:
-    """Hands our requests' rows to the writers."""
+    """Passes the rows of our requests to the writers."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Tap:
             )
         except Exception as error:
             reason = describe(error, doing="taking the states")
-            # Whatever is wrong may be wrong in every forward: one traceback is enough.
+            # The same error may occur in every forward: one traceback is enough.
             logger.error("hidden states: %s", reason, exc_info=not self._failed)
             self._failed = True
             self.record_failures(missing, reason)

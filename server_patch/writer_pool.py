@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 #: Longest time between two turns of the thread.
 _TURN_S: Final = 1.0
-#: What one writer writes in a few milliseconds.
+#: Bytes that one writer writes in a few milliseconds.
 _PART_BYTES: Final = 8 << 20
 
 
@@ -125,7 +125,7 @@ class WriterPool:
         return parts
 
     def _num_parts(self, job: Job) -> int:
-        """As many as there are writers, unless that makes them small: a message costs too."""
+        """One part per writer, but fewer if the parts were small: a message has a cost too."""
         plan = self._ring.plan
         wanted = job.slot_rows * plan.slot_bytes // plan.slot_rows // _PART_BYTES
         return max(1, min(self._num_writers, wanted))

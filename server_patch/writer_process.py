@@ -1,4 +1,4 @@
-"""A writer process: turns filled slots into dump files. Standard library only.
+"""The writer process: writes filled slots to dump files. Standard library only.
 
 The files are written by processes, not by threads of the scheduler: each system call of a thread
 gives up the interpreter lock and takes it back, and at hundreds of files a forward the scheduler's
@@ -43,7 +43,7 @@ _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
 class DumpWriter:
-    """Writes files for one rank. Nothing that goes wrong with one file stops the next."""
+    """Writes the files of one rank. An error in one file does not stop the next."""
 
     def __init__(self, assignment: Assignment, ring: memoryview) -> None:
         """ring: the slots' memory, slot after slot."""
@@ -137,14 +137,14 @@ def write_failures(failures: Sequence[FailedPiece], rank_dir: RankDir) -> int:
 
 
 def describe(error: Exception, *, doing: str) -> str:
-    """The reason in an error record: what was done, what came of it, never the payload."""
+    """The reason in an error record: the failed step and its error, never the payload."""
     return f"{doing} failed: {type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
 
 
 def main() -> None:
-    """The process: jobs until the scheduler is gone."""
+    """Write jobs until the scheduler ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the scheduler's to handle
-    # The socket tells of the scheduler's end too, unless a child of it inherited its end.
+    # The socket shows the scheduler's end too, unless a child of it inherited its end.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     assignment = Assignment.decode(sys.argv[1])
     request_log.set_level(assignment.log_level)

@@ -1,8 +1,8 @@
 """The messages between a scheduler process and its writer processes. Standard library only.
 
 One datagram is one message, as JSON. To a writer: a `Job`. Back, once for each job: a `Report`.
-What is made for every request of every forward is a tuple, which JSON takes as it is: the time it
-takes is the scheduler's.
+Records that are made for every request of every forward are tuples, which JSON encodes without a
+conversion: the scheduler pays for that time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 
 
 class SlotPiece(NamedTuple):
-    """One dump to be written: rows of a slot."""
+    """One dump to write: rows of a slot."""
 
     rid: str
     start: int  # position in the prompt of the first row
@@ -33,7 +33,7 @@ class SlotPiece(NamedTuple):
 
 
 class FailedPiece(NamedTuple):
-    """One error record to be written."""
+    """One error record to write."""
 
     rid: str
     start: int
@@ -42,7 +42,7 @@ class FailedPiece(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Files to be written from one slot; `slot` is None when there are only failures."""
+    """Files to write from one slot; `slot` is None if there are only failures."""
 
     slot: int | None
     slot_rows: int = 0  # rows the slot was filled with: they place its sections
@@ -66,7 +66,7 @@ class Job(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What became of one job. Added up in the scheduler's counters."""
+    """The outcome of one job. The scheduler adds the reports up."""
 
     pieces: int = 0  # dumps written whole
     rows: int = 0

@@ -36,7 +36,7 @@ class WriterError(RuntimeError):
 
 
 class Settled(NamedTuple):
-    """A job that a writer is done with."""
+    """A job that a writer has finished or failed."""
 
     slot: Slot | None
     job: Job
@@ -69,7 +69,7 @@ class WriterSupervisor:
         self._assignment = assignment
         self._clock = clock
         self._selector = selectors.DefaultSelector()
-        self._lock = threading.Lock()  # guards the list of writers and what each was given
+        self._lock = threading.Lock()  # guards the list of writers and the jobs of each
         self._taking = threading.Lock()  # held by the thread that takes reports
         self._writers: list[_Writer] = []
         self._num_to_start = 0
@@ -89,7 +89,7 @@ class WriterSupervisor:
     def send(self, slot: Slot | None, job: Job) -> None:
         """Give `job` to the writer with the fewest jobs, or raise and leave it to the caller.
 
-        Raises WriterError, OSError, what encoding the job raises.
+        Raises WriterError, OSError, or the error of encoding the job.
         """
         data = job.encode()
         with self._lock:
@@ -175,7 +175,10 @@ class WriterSupervisor:
             waited_for = [w for w in self._writers if w.given and not w.was_stuck]
         for writer in waited_for:
             if now - writer.waited_for_since > _PATIENCE_S:
-                logger.error("hidden states: a writer process says nothing for %s s", _PATIENCE_S)
+                logger.error(
+                    "hidden states: killing a writer process after %s s without a report",
+                    _PATIENCE_S,
+                )
                 writer.was_stuck = True
                 writer.process.kill()
 
@@ -199,7 +202,7 @@ class WriterSupervisor:
             greeting = ours.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
             greeting = b""
-            logger.error("hidden states: a writer process says nothing: %s", error)
+            logger.error("hidden states: a writer process does not start: %s", error)
         if not greeting:
             process.kill()
             raise WriterError(f"a writer process ended with status {process.wait()}")
