@@ -49,9 +49,8 @@ from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import Target, require_targets
 from extractor.shards.output_dir import manifest_warning, prepare_out
-from extractor.shards.recovery import Reconciled, reconcile
+from extractor.shards.recovery import Reconciled, reconcile, require_begun, require_manifest
 from extractor.shards.sequence import seal_left_open
-from extractor.shards.strays import require_begun, require_manifest
 from extractor.shards.writer import ShardSettings
 from extractor.status.live_file import LiveFile
 from extractor.status.reporters import Together
