@@ -39,7 +39,7 @@ import stat
 import struct
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -271,6 +271,14 @@ class Ready:
         return {key: attrgetter(place)(self) for key, place in _READY_KEYS.items()}
 
 
+def _model_places(*, is_optional: bool) -> dict[str, str]:
+    """The keys of the model's facts with a default, or without one, and their attributes."""
+    names = {
+        fact.name for fact in fields(ModelInfo) if (fact.default is not MISSING) == is_optional
+    }
+    return {key: f"model.{name}" for key, name in MODEL_KEYS.items() if name in names}
+
+
 #: Keys of READY.json after `format_version`, in file order -> the attribute of `Ready`.
 _READY_KEYS: Final[Mapping[str, str]] = {
     "boot_id": "boot_id",
@@ -282,7 +290,7 @@ _READY_KEYS: Final[Mapping[str, str]] = {
     "engine_version": "engine.version",
     "host": "process.host",
     "port": "process.port",
-    **{key: f"model.{name}" for key, name in MODEL_KEYS.items()},
+    **_model_places(is_optional=False),
     "boundaries": "capture.boundaries",
     "last_kind": "capture.last_kind",
     "capture_method": "capture.method",
@@ -293,6 +301,7 @@ _READY_KEYS: Final[Mapping[str, str]] = {
     "radix_cache": "engine.radix_cache",
     "ring_bytes": "capture.ring_bytes",
     "num_writers": "capture.num_writers",
+    **_model_places(is_optional=True),
     "kv_cache_dtype": "engine.kv_cache_dtype",
     "pid_namespace": "process.namespace",
     "weights": "weights.id",

@@ -16,10 +16,14 @@ import safetensors
 import xxhash
 
 from extractor.core.counters import Counters
+from extractor.core.events import Reporter
 from extractor.core.identity import Identity
 from extractor.core.layout import Layout
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import Input, RunOptions
+from extractor.core.timings import Timings
+from extractor.pipeline.run import run as run_of_product
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.server_facts import facts_of
 from extractor.testing.fake_server import FakeServer, fake_states
 from extractor.verify.audit import audit
@@ -41,6 +45,34 @@ _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 _NUMPY = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "I32": "<i4"}
 
 LAYOUT = Layout(boundaries=(1, 2, 3), hidden_size=8, dtype="BF16", last_kind="post")
+
+
+def quick(**groups: dict[str, Any]) -> Timings:
+    """Timings for tests: retries, looks and probes without the usual seconds in between.
+
+    `groups`: changes by group, as `health={"gone_after_s": 0.1}`.
+    """
+    values: dict[str, dict[str, Any]] = {
+        "dispatch": {
+            "retry_base_s": 0.001, "retry_max_s": 0.01, "death_shows_s": 0.2,
+            "return_pause_s": 0.02,
+        },
+        "health": {"alive_interval_s": 0.02},
+    }  # fmt: skip
+    for name, changes in groups.items():
+        values[name] = {**values.get(name, {}), **changes}
+    timings = Timings()
+    return replace(
+        timings,
+        **{name: replace(getattr(timings, name), **changes) for name, changes in values.items()},
+    )
+
+
+async def run(
+    options: RunOptions, reporter: Reporter, *, timings: Timings | None = None
+) -> RunSummary:
+    """`extractor.pipeline.run.run`, quick unless told otherwise."""
+    return await run_of_product(options, reporter, timings=timings or quick())
 
 
 @dataclass

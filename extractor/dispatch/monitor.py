@@ -154,7 +154,11 @@ class Monitor:
     async def _probe_while_paused(self) -> None:
         """While requests fail, and no other is served to show whose fault that is, send a probe."""
         timings = self._timings.health
-        policy = RetryPolicy(max_attempts=1, max_delay_s=timings.trial_pause_s)
+        policy = RetryPolicy(
+            max_attempts=1,
+            base_delay_s=self._timings.dispatch.retry_base_s,
+            max_delay_s=timings.trial_pause_s,
+        )
         setback = 0
         while True:
             if self._health.needs_trial(now=_now()):

@@ -206,7 +206,11 @@ class ServerPool:
         collector = (
             before.collector
             if before is not None and is_same_start
-            else Collector(target.ranks, rid_prefix=rid_prefix(self._settings.run_id))
+            else Collector(
+                target.ranks,
+                rid_prefix=rid_prefix(self._settings.run_id),
+                timings=self._timings.collect,
+            )
         )
         lane = Lane(health=Health(self._limiter(target), self._timings.health))
         monitor = Monitor(

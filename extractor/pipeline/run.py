@@ -174,6 +174,7 @@ class _Extraction:
             options.servers.urls,
             concurrency=options.load.concurrency or MAX_DEFAULT_LIMIT,
             request_timeout_s=options.patience.request_timeout_s,
+            timings=self.timings.client,
         ) as clients:
             try:
                 servers, renderer = await self._preflight(clients)
@@ -294,7 +295,11 @@ class _Extraction:
                 probes = [
                     tasks.create_task(
                         require_probe(
-                            client, target, run_id=run_id, canary_ids=provenance.canary_ids
+                            client,
+                            target,
+                            run_id=run_id,
+                            canary_ids=provenance.canary_ids,
+                            timings=self.timings,
                         )
                     )
                     for client, target in up

@@ -179,7 +179,7 @@ class Session:
             num_workers=num_workers_for(self._counters.rows.left, wanted),
             skip=state.is_settled,
         ) as rows:
-            async for row in in_thread(rows):
+            async for row in in_thread(rows, self._timings.dispatch):
                 if self._stop.is_set():
                     return
                 source = intake.source_of(row)

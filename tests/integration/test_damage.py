@@ -31,7 +31,6 @@ from extractor.verify.audit import audit
 from extractor.verify.findings import MAX_FINDINGS, Audit, FindingKind
 from extractor.verify.repair import audit_and_repair
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 PER_TEST = 500
 
 

@@ -22,13 +22,14 @@ from helpers import (
     make_prompts,
     options_for,
     ordinals_sent,
+    quick,
     rows_of,
+    run,
     stored_rows,
     write_prompts,
 )
 
-import extractor.dispatch.health
-import extractor.dispatch.server_pool
+import extractor.dispatch.monitor
 import extractor.pipeline.session
 from extractor.core.counters import Counters, ServerNow
 from extractor.core.errors import (
@@ -41,9 +42,8 @@ from extractor.core.errors import (
     first_known,
 )
 from extractor.core.run_options import RunOptions
-from extractor.core.timings import StatusTimings, Timings
-from extractor.dispatch.server_pool import connections_each, require_connections
-from extractor.pipeline.run import run
+from extractor.dispatch.server import connections_each, require_connections
+from extractor.dispatch.suspects import Suspects
 from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import free_port
 from extractor.testing.fake_server import FakeModel, FakeServer, Fault, faults_once
@@ -52,17 +52,9 @@ from manifest.states import Reason, State
 #: So that a server has not answered everything before it is killed.
 SLOWLY = ("--delay-s", "0.02")
 
-pytestmark = pytest.mark.usefixtures("quick_retries", "quick_returns")
-
-
-@pytest.fixture
-def quick_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extractor.dispatch.server_pool, "RETURN_PAUSE_S", 0.02)
-    monkeypatch.setattr(extractor.dispatch.health, "ALIVE_INTERVAL_S", 0.02)
-
 
 #: Reports often enough to see each change.
-WATCHED = Timings(status=StatusTimings(report_interval_s=0.01))
+WATCHED = quick(status={"report_interval_s": 0.01})
 
 
 @pytest.fixture
@@ -92,7 +84,7 @@ async def ends_with(coroutine: Any) -> BaseException:
 
 def prompts_by_start(summary: RunSummary) -> list[list[int]]:
     """Prompts that each start of each server answered."""
-    return [[start.num_prompts for start in member.starts] for member in summary.members]
+    return [[start.served.prompts for start in server.starts] for server in summary.servers]
 
 
 @asynccontextmanager
@@ -377,7 +369,7 @@ async def test_a_server_that_was_not_used_is_told_from_one_that_never_answered(
             await stack.enter_async_context(unfit.running(port=int(url.rpartition(":")[2])))
         summary = await running
     told = "it was not used" if comes else "it never answered"
-    assert summary.members[1].to_text() == told
+    assert summary.servers[1].to_text() == told
     assert told in summary.to_text(tmp_path)
     assert ordinals_sent(unfit.requests) == []
     assert_whole(tmp_path / "out", prompts)
@@ -417,8 +409,7 @@ async def test_a_server_that_serves_nothing_any_more_costs_no_row(
     path: Path,
 ) -> None:
     """It answers, but only with refusals; what it still had under way is broken off."""
-    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.05)
-    monkeypatch.setattr(extractor.dispatch.health, "USELESS_AFTER_S", 0.2)
+    timings = quick(health={"refused_open_s": 0.05, "useless_after_s": 0.2})
 
     def busy(number: int, rid: str) -> Fault | None:
         if number == 11:
@@ -433,7 +424,7 @@ async def test_a_server_that_serves_nothing_any_more_costs_no_row(
     steady = Waiting(dump_root, after=30, until=has_left)
     async with full.running(), steady.running():
         options = options_of([full, steady], dump_root, path, tmp_path / "out", max_attempts=1)
-        await run(options, notes)
+        await run(options, notes, timings=timings)
     assert has_left()
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
@@ -450,16 +441,14 @@ class Draining(FakeServer):
         return await super()._generate(request)
 
 
-@pytest.fixture
-def quick_drains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extractor.dispatch.health, "DRAIN_INTERVAL_S", 0.01)
+#: Asks often whether a server shuts down.
+DRAINING = quick(health={"drain_interval_s": 0.01})
 
 
 def told_to_stop(notes: Notes) -> bool:
-    return any("is being stopped" in message for message in notes.messages)
+    return any("is shutting down" in message for message in notes.messages)
 
 
-@pytest.mark.usefixtures("quick_drains")
 async def test_a_server_that_is_being_stopped_gets_no_more_prompts(
     tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
 ) -> None:
@@ -468,7 +457,7 @@ async def test_a_server_that_is_being_stopped_gets_no_more_prompts(
     steady = Waiting(dump_root, after=30, until=lambda: told_to_stop(notes))
     async with ending.running(), steady.running():
         options = options_of([ending, steady], dump_root, path, tmp_path / "out")
-        await run(options, notes)
+        await run(options, notes, timings=DRAINING)
     assert notes.of_servers == [("server_stopping", "warning", ending.url)]
     sent = ordinals_sent(ending.requests), ordinals_sent(steady.requests)
     assert sorted(sent[0] + sent[1]) == list(range(120))
@@ -477,7 +466,6 @@ async def test_a_server_that_is_being_stopped_gets_no_more_prompts(
     assert dumps_under(dump_root) == []
 
 
-@pytest.mark.usefixtures("quick_drains")
 async def test_a_server_that_is_not_stopped_after_all_is_used_again(
     tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
 ) -> None:
@@ -491,7 +479,8 @@ async def test_a_server_that_is_not_stopped_after_all_is_used_again(
 
     async with server.running(), asyncio.TaskGroup() as tasks:
         tasks.create_task(changes_its_mind())
-        await run(options_of([server], dump_root, path, tmp_path / "out"), notes)
+        options = options_of([server], dump_root, path, tmp_path / "out")
+        await run(options, notes, timings=DRAINING)
     assert notes.of_servers == [
         ("server_stopping", "warning", server.url),
         ("server_back", "info", server.url),
@@ -499,19 +488,18 @@ async def test_a_server_that_is_not_stopped_after_all_is_used_again(
     assert_whole(tmp_path / "out", prompts)
 
 
-@pytest.mark.usefixtures("quick_drains")
 async def test_a_server_that_is_being_stopped_and_never_ends_is_given_up(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:
-    monkeypatch.setattr(extractor.dispatch.health, "USELESS_AFTER_S", 0.1)
+    timings = quick(health={"drain_interval_s": 0.01, "useless_after_s": 0.1})
     server = Draining(dump_root, delay_s=0.02)
     async with server.running():
-        error = await ends_with(run(options_of([server], dump_root, path, tmp_path / "out"), notes))
+        options = options_of([server], dump_root, path, tmp_path / "out")
+        error = await ends_with(run(options, notes, timings=timings))
     assert isinstance(error, ServerLost)
-    assert "is being stopped, and has not ended" in str(error)
+    assert "is shutting down, and has not ended" in str(error)
 
 
-@pytest.mark.usefixtures("quick_drains")
 async def test_no_prompt_is_blamed_for_the_end_of_a_server_that_was_stopped(
     tmp_path: Path,
     dump_root: Path,
@@ -524,15 +512,14 @@ async def test_no_prompt_is_blamed_for_the_end_of_a_server_that_was_stopped(
     ending = Draining(dump_root, faults=faults_once({5: Fault.SILENT}))
     steady = Waiting(dump_root, after=30, until=lambda: told_to_stop(notes))
     monkeypatch.setattr(
-        extractor.dispatch.health,
+        extractor.dispatch.monitor,
         "is_alive",
         lambda ready: ready.boot_id != ending.boot_id or not told_to_stop(notes),
     )
-    monkeypatch.setattr(
-        extractor.dispatch.server_pool, "is_convicted", lambda **facts: pytest.fail(str(facts))
-    )
+    monkeypatch.setattr(Suspects, "judge", lambda self, found: pytest.fail(str(found)))
     async with ending.running(), steady.running():
-        await run(options_of([ending, steady], dump_root, path, tmp_path / "out"), notes)
+        options = options_of([ending, steady], dump_root, path, tmp_path / "out")
+        await run(options, notes, timings=DRAINING)
     assert any("was stopped: its process" in message for message in notes.messages)
     assert ("server_back", "info", ending.url) not in notes.of_servers, (
         "it serves, but not for long"
@@ -587,7 +574,7 @@ async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
     assert 0 < len(ordinals_sent(back.requests)) < len(prompts)
     assert (summary.counters.rows.settled_before, summary.counters.rows.stored) == (0, len(prompts))
     ended = [counters for counters in seen if not any(server.is_up for server in counters)]
-    for number, member in enumerate(summary.members):
+    for number, member in enumerate(summary.servers):
         counted = [servers[number].num_prompts for servers in seen]
         assert counted == sorted(counted)  # none was forgotten
         assert member.num_prompts == counted[-1]

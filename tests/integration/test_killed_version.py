@@ -8,16 +8,16 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from extractor.audit import audit
-from extractor.findings import FindingKind
-from extractor.run import run
 from helpers import Ids, Notes, assert_whole, options_for, ordinals_sent, stored_ordinals
 
-from extractor.status import read_status
-from extractor.testing import FakeServer
+from extractor.pipeline.run import run
+from extractor.status.overview import read_status
+from extractor.testing.fake_server import FakeServer
+from extractor.verify.audit import audit
+from extractor.verify.findings import FindingKind
 from manifest.states import State
 
-#: Killed at a commit, with rows in each state. Made with the fake server, which has another boot id.
+#: Killed at a commit, with rows in each state. Made with the fake server of another boot id.
 KILLED = Path(__file__).parents[1] / "old_version_killed"
 PROMPTS = KILLED / "prompts.jsonl"
 #: Rows by the state that the old version gave them.
@@ -41,7 +41,7 @@ def test_rows_in_flight_count_as_planned_and_the_files_stay_as_they_are(out: Pat
     assert rows_by_state(out) == OLD_STATES
     before = (out / "manifest.sqlite").read_bytes()
     status = read_status(out)
-    assert status.totals.by_state == {State.PLANNED: 34, State.STORED: 6}
+    assert status.begun.totals.by_state == {State.PLANNED: 34, State.STORED: 6}
     found = audit(out)
     assert {finding.kind for finding in found.findings} == {
         FindingKind.ROW_UNFINISHED,

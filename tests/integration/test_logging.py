@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import Notes, make_prompts, options_for, write_prompts
+from helpers import Notes, make_prompts, options_for, run, write_prompts
 
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer, Fault, faults_once
 
 #: As docs/observability.md lists them, without those of a request.
@@ -18,8 +17,6 @@ STAGES = (
 )  # fmt: skip
 #: Stages before the prompt has a rid.
 WITHOUT_RID = ("admitted", "planned")
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
 def stages_of(messages: list[str], field: str) -> list[str]:

@@ -15,21 +15,19 @@ from helpers import (
     options_for,
     read_samples,
     rows_of,
+    run,
     write_prompts,
 )
 from templates import QWEN3, tokenizer_for
 
 from extractor.core.errors import ConfigMismatch, first_known
 from extractor.core.row_policy import OnBadRow, OnDuplicate, OnTooLong, Policy
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer
 from manifest.states import Reason, State
 from prompts.inputs import RawRow
 from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
 from prompts.types import BadRow, Prompt
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 
 async def test_case_93_long_prompts_are_cut_when_asked_and_their_length_is_kept(

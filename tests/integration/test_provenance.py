@@ -23,13 +23,13 @@ from helpers import (
     ordinals_sent,
     read_samples,
     rows_of,
+    run,
     servers_of,
     write_prompts,
 )
 
 from extractor.core.errors import ConfigMismatch, Interrupted, PluginError, first_known
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeModel, FakeServer, FaultPlan, fake_states
 from extractor.verify.audit import audit
 from extractor.verify.findings import FindingKind
@@ -37,8 +37,6 @@ from manifest.records import ServerStart
 from manifest.states import State
 from manifest.store import Store
 from server_patch.dump_format import decode_ready, encode_ready
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 NUM_ROWS = 40
 

@@ -15,12 +15,12 @@ from helpers import (
     options_for,
     read_samples,
     rows_of,
+    run,
     write_prompts,
 )
 
 from extractor.core.errors import OutputBusy, UsageError, exit_code
 from extractor.core.locations import MANIFEST_NAME
-from extractor.pipeline.run import run
 from extractor.system.lock import LOCK_NAME, exclusive
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
@@ -29,7 +29,6 @@ from extractor.verify.repair import Repair, audit_and_repair
 from manifest.exceptions import ManifestMissing
 from manifest.states import State
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 PROMPTS = make_prompts(20, shortest=20)
 
 

@@ -17,6 +17,7 @@ from helpers import (
     options_for,
     read_samples,
     rows_of,
+    run,
     stored_rows,
 )
 from templates import QWEN3, tokenizer_for
@@ -24,7 +25,6 @@ from templates import QWEN3, tokenizer_for
 from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer, Fault
 from extractor.verify.audit import audit
 from manifest.exceptions import PromptChanged
@@ -34,8 +34,6 @@ from prompts.ambient import parse_moment
 from prompts.reading_options import ReadingOptions
 from prompts.render import Renderer
 from prompts.tokenizer import ChatTokenizer
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 NUM_ROWS = 40
 FIRST, LATER = "2026-01-31T23:59:59+01:00", "2026-02-01T08:00:00+09:00"

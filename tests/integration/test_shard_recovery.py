@@ -7,18 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
+from helpers import Notes, assert_whole, make_prompts, options_for, run, write_prompts
 
 from extractor.core.errors import UsageError
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from extractor.verify.repair import audit_and_repair
 from manifest.store import Store
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 PROMPTS = make_prompts(12, shortest=20)
 
 

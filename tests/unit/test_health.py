@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ def failure(kind: FailureKind) -> Failure:
     return Failure(reason=Reason.SERVER_ERROR, detail=kind.name, kind=kind)
 
 
-def played(events: list[tuple[FailureKind | None, float]]) -> tuple[Health, float]:
+def played(events: Sequence[tuple[FailureKind | None, float]]) -> tuple[Health, float]:
     health, now = Health(Limiter(64), PATIENCE), 0.0
     for kind, pause_s in events:
         now += pause_s
