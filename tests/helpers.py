@@ -25,7 +25,8 @@ from extractor.core.timings import Timings
 from extractor.pipeline.run import run as run_of_product
 from extractor.pipeline.summary import RunSummary
 from extractor.servers.server_facts import facts_of
-from extractor.testing.fake_server import FakeServer, fake_states
+from extractor.testing.fake_model import fake_states
+from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from manifest.records import Row, ServerStart, StoredRow
 from manifest.states import State

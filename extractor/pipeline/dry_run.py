@@ -70,6 +70,7 @@ async def dry_run(
         options.servers.urls,
         concurrency=concurrency,
         request_timeout_s=options.patience.request_timeout_s,
+        timings=timings.client,
     ) as clients:
         around = await _surroundings(options, clients, reporter)
         forecast = await _forecast(options, around, reporter)

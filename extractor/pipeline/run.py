@@ -25,7 +25,7 @@ from extractor.core.identity import Identity
 from extractor.core.request import Limits
 from extractor.core.rids import rid_prefix
 from extractor.core.run_options import RunOptions
-from extractor.core.timings import DEFAULT_TIMINGS, Timings
+from extractor.core.timings import DEFAULT_TIMINGS, StoreTimings, Timings
 from extractor.dispatch.limiter import MAX_DEFAULT_LIMIT
 from extractor.dispatch.provenance import Provenance
 from extractor.dispatch.server import Server, require_connections
@@ -75,12 +75,12 @@ async def run(
     out = options.output.directory
     reporter = Together(reporter)
     try:
-        files = await asyncio.to_thread(_scan, options)
+        files = await asyncio.to_thread(_scan, options, timings.store)
     except asyncio.CancelledError:
         if reads_stdin(options.input.paths):
             forget_spooled(out)  # the thread may read for as long as it likes
         raise
-    prepare_out(out)
+    prepare_out(out, min_free_bytes=timings.store.min_free_bytes)
     if (warning := manifest_warning(out)) is not None:
         reporter.report(warning, level="warning")
     try:
@@ -100,10 +100,10 @@ async def run(
         raise storage_error(error, where=out) from error
 
 
-def _scan(options: RunOptions) -> tuple[InputFile, ...]:
+def _scan(options: RunOptions, timings: StoreTimings) -> tuple[InputFile, ...]:
     out = options.output.directory
     if reads_stdin(options.input.paths):
-        prepare_out(out)
+        prepare_out(out, min_free_bytes=timings.min_free_bytes)
     return scan_prompts(options.input.paths, options.input.reading, spool_directory=out)
 
 

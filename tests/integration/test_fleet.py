@@ -46,7 +46,9 @@ from extractor.dispatch.server import connections_each, require_connections
 from extractor.dispatch.suspects import Suspects
 from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import free_port
-from extractor.testing.fake_server import FakeModel, FakeServer, Fault, faults_once
+from extractor.testing.fake_model import FakeModel
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, faults_once
 from manifest.states import Reason, State
 
 #: So that a server has not answered everything before it is killed.

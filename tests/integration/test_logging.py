@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from helpers import Notes, make_prompts, options_for, run, write_prompts
 
-from extractor.testing.fake_server import FakeServer, Fault, faults_once
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, faults_once
 
 #: As docs/observability.md lists them, without those of a request.
 STAGES = (

@@ -25,7 +25,8 @@ from templates import QWEN3, tokenizer_for
 from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
-from extractor.testing.fake_server import FakeServer, Fault
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
 from extractor.verify.audit import audit
 from manifest.exceptions import PromptChanged
 from manifest.store import Store

@@ -29,7 +29,7 @@ from extractor.dumps.dump_reader import DumpFile, DumpPiece
 from extractor.shards.sample_copy import BLOCK_BYTES
 from extractor.shards.writer import ShardSettings, ShardWriter, lost_rows, sealed_on_disk
 from extractor.system.direct_io import ALIGNMENT
-from extractor.testing.fake_server import fake_states
+from extractor.testing.fake_model import fake_states
 from manifest.records import PromptFacts, Shard, StoredRow, StoredSample
 from manifest.states import Reason
 from server_patch.dump_format import encode_header, read_beginning
