@@ -311,7 +311,8 @@ class _Extraction:
 
     async def _seal_all(self, left: Reconciled) -> None:
         """Seal every shard: no row is left to store."""
-        settings = ShardSettings.of(self.options.output, await begun_with_identity(self.owner))
+        identity = await begun_with_identity(self.owner)
+        settings = ShardSettings(output=self.options.output, identity=identity)
         for found in left.open_shards:
             await seal_left_open(settings, self.owner, found)
 

@@ -52,7 +52,7 @@ class ShardSequence:
         """The open shard, or a new one that the manifest knows."""
         if self._writer is None:
             expected = samples_expected(
-                shard_bytes=self._settings.shard_bytes,
+                shard_bytes=self._settings.output.shard_bytes,
                 mean_sample_bytes=mean_sample_bytes,
                 rows_left=max(1, self._rows.left),
             )

@@ -136,7 +136,7 @@ class _Repairer:
         self._out = out
         self._store = store
         identity = Identity.from_document(store.identity())
-        self._settings = ShardSettings.of(Output(directory=out), identity)
+        self._settings = ShardSettings(output=Output(directory=out), identity=identity)
 
     def mend_manifest(self, rows: Collection[int]) -> None:
         names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}
