@@ -49,9 +49,8 @@ from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import Target, require_targets
 from extractor.shards.output_dir import manifest_warning, prepare_out
-from extractor.shards.recovery import Reconciled, reconcile
+from extractor.shards.recovery import Reconciled, reconcile, require_begun, require_manifest
 from extractor.shards.sequence import seal_left_open
-from extractor.shards.strays import require_begun, require_manifest
 from extractor.shards.writer import ShardSettings
 from extractor.status.live_file import LiveFile
 from extractor.status.reporters import Together
@@ -312,7 +311,8 @@ class _Extraction:
 
     async def _seal_all(self, left: Reconciled) -> None:
         """Seal every shard: no row is left to store."""
-        settings = ShardSettings.of(self.options.output, await begun_with_identity(self.owner))
+        identity = await begun_with_identity(self.owner)
+        settings = ShardSettings(output=self.options.output, identity=identity)
         for found in left.open_shards:
             await seal_left_open(settings, self.owner, found)
 

@@ -78,7 +78,7 @@ class Session:
             max_holders=max_prompts(self._pool.request_limit),
         )
         self._movers = MoverPool(
-            ShardSettings.of(options.output, data_set.identity),
+            ShardSettings(output=options.output, identity=data_set.identity),
             data_set.owner,
             recorder,
             self._counters,

@@ -21,7 +21,7 @@ from extractor.core.locations import DATASET_NAME, MANIFEST_NAME
 from extractor.core.run_options import Output
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import shard_name
-from extractor.shards.strays import ManifestLost
+from extractor.shards.recovery import ManifestLost
 from extractor.shards.writer import ShardSettings, ShardWriter, sealed_shard_path
 from extractor.status.live_file import LIVE_NAME
 from extractor.system.files import is_regular, sync_directory, write_whole
@@ -136,7 +136,7 @@ class _Repairer:
         self._out = out
         self._store = store
         identity = Identity.from_document(store.identity())
-        self._settings = ShardSettings.of(Output(directory=out), identity)
+        self._settings = ShardSettings(output=Output(directory=out), identity=identity)
 
     def mend_manifest(self, rows: Collection[int]) -> None:
         names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}

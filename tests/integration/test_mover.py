@@ -13,6 +13,7 @@ import pytest
 from helpers import Notes, make_identity, make_prompts, prompt_of
 
 from extractor.core.counters import Counters
+from extractor.core.run_options import Output
 from extractor.core.timings import StoreTimings
 from extractor.dispatch.row_recorder import RowRecorder
 from extractor.shards.mover import Mover
@@ -31,10 +32,8 @@ def settings(tmp_path: Path) -> ShardSettings:
     for name in ("shards", "dumps"):
         (tmp_path / name).mkdir()
     return ShardSettings(
-        directory=tmp_path / "shards",
+        output=Output(directory=tmp_path, shard_bytes=1 << 20, file_mode=0o640),
         identity=make_identity(),
-        shard_bytes=1 << 20,
-        file_mode=0o640,
     )
 
 
@@ -116,7 +115,9 @@ async def test_a_shard_that_is_being_sealed_when_the_run_is_cancelled_keeps_its_
 
     monkeypatch.setattr(ShardWriter, "seal", gated)
     counters = Counters()
-    settings = replace(settings, shard_bytes=1)  # each sample begins a new one
+    settings = replace(
+        settings, output=replace(settings.output, shard_bytes=1)
+    )  # each sample begins a new one
     shards = ShardSequence(settings, owner, numbers=itertools.count(), rows=counters.rows)
     mover = mover_of(shards, owner, counters)
     tasks = [
