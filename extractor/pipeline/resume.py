@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from extractor import __version__
 from extractor.core.counters import Counters
 from extractor.core.errors import ConfigMismatch
 from extractor.core.identity import Identity
 from extractor.core.run_options import RunOptions
+from extractor.core.version import __version__
 from manifest.records import Source
 from manifest.row_changes import PROMPT_CHANGED
 from manifest.store import Store

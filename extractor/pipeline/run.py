@@ -126,14 +126,14 @@ class RunSummary:
         return "\n".join(lines)
 
 
-async def run(options: RunOptions, reporter: Reporter) -> RunSummary:
+async def run(options: RunOptions, reporter: Reporter | None = None) -> RunSummary:
     """Extract every row of the input; returns when each is stored or failed.
 
-    Raises an ExtractorError (or a leaf package's error) when it cannot; whatever was stored by
-    then stays, and the same call goes on.
+    SIGINT, SIGTERM and SIGHUP stop it, in the main thread. Raises an ExtractorError (or a leaf
+    package's error) when it cannot go on; what is stored by then stays, and the same call resumes.
     """
     require_connections(options.load.concurrency, num_servers=len(options.servers.urls))
-    reporter = Together(reporter)
+    reporter = Together() if reporter is None else Together(reporter)
     try:
         files = await asyncio.to_thread(_scan, options)
     except asyncio.CancelledError:
