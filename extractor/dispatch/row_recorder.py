@@ -43,9 +43,9 @@ class Ledger:
             Rejected(
                 ordinal=row.ordinal,
                 source=source,
-                line=row.line,
+                line=row.origin.line,
                 label=row.label,
-                part=row.part,
+                part=row.origin.part,
                 reason=refused.reason,
                 detail=refused.detail,
                 key=row.key if isinstance(row, Prompt) else None,
@@ -84,11 +84,11 @@ class Ledger:
             return
         if self._counters.rows.failed <= SHOWN_FAILURES:
             self._reporter.report(
-                f"{row.source}:{row.line}: {reason}: {detail}",
+                f"{row.origin}: {reason}: {detail}",
                 event="row_failed",
                 level="warning",
-                source=row.source,
-                line=row.line,
+                source=row.origin.source,
+                line=row.origin.line,
                 row=row.ordinal,
                 reason=reason,
                 detail=detail,
@@ -106,9 +106,9 @@ def planned_row(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
     return Planned(
         ordinal=prompt.ordinal,
         source=source,
-        line=prompt.line,
+        line=prompt.origin.line,
         label=prompt.label,
-        part=prompt.part,
+        part=prompt.origin.part,
         key=prompt.key,
         num_tokens=prompt.num_tokens,
         num_trained=prompt.num_trained,

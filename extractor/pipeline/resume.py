@@ -104,12 +104,14 @@ async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunSt
 
     Unchanged if the user set another time, or the data set has none.
     """
-    if state.is_new or options.input.reading.now is not None:
+    if state.is_new or options.input.reading.template.now is not None:
         return options
     moment = (await begun_with_identity(owner)).reading.get(NOW)
     if moment is None:
         return options
-    reading = replace(options.input.reading, now=parse_moment(str(moment)))
+    reading = options.input.reading
+    template = replace(reading.template, now=parse_moment(str(moment)))
+    reading = replace(reading, template=template)
     return replace(options, input=replace(options.input, reading=reading))
 
 
@@ -187,7 +189,7 @@ async def _require_same_prompts(
         now = f"{item.num_tokens} tokens" if isinstance(item, Prompt) else item.reason
         before = (await owner.call(Store.identity)).get(LIBRARIES, {})
         raise ConfigMismatch(
-            f"{out}: {item.source}:{item.line}: row {item.ordinal} gives another prompt than the "
+            f"{out}: {item.origin}: row {item.ordinal} gives another prompt than the "
             f"one that is stored: {row.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
             + _other_versions(before)
             + (CLOCK_ADVICE if renderer.now else "")

@@ -206,7 +206,7 @@ class Session:
                     pieces = whole(adoptable[row.ordinal], judged.num_tokens)
                 if isinstance(judged, Prompt) and pieces is not None:
                     place = await self._places.take(self._dump_bytes(judged))
-                    self._ledger.plan(judged, row, source=sources[row.source])
+                    self._ledger.plan(judged, row, source=sources[row.origin.source])
                     logger.info("adopting row=%d pieces=%d", row.ordinal, len(pieces))
                     adopting = self._adopt_one(judged, pieces, place)
                     work.create_task(adopting, name=f"adopt-{row.ordinal}")
@@ -251,18 +251,18 @@ class Session:
                     logger.info(
                         "refused row=%d reason=%s: %s", row.ordinal, judged.reason, judged.detail
                     )
-                    await self._ledger.reject(row, judged, source=sources[row.source])
+                    await self._ledger.reject(row, judged, source=sources[row.origin.source])
                     continue
                 if logger.isEnabledFor(logging.DEBUG):
                     logger.debug(
-                        "admitted row=%d tokens=%d source=%s line=%d",
-                        row.ordinal, judged.num_tokens, row.source, row.line,
+                        "admitted row=%d tokens=%d origin=%s",
+                        row.ordinal, judged.num_tokens, row.origin,
                     )  # fmt: skip
                 place = await self._places.take(self._dump_bytes(judged))
                 if self._stop.is_set():
                     return
                 logger.debug("planned row=%d", row.ordinal)
-                self._ledger.plan(judged, row, source=sources[row.source])
+                self._ledger.plan(judged, row, source=sources[row.origin.source])
                 work.create_task(self._settle(judged, place), name=f"prompt-{judged.ordinal}")
 
     async def _settle(self, prompt: Prompt, place: Place) -> None:
