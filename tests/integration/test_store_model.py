@@ -30,9 +30,9 @@ from manifest.records import (
     Rejected,
     Relocated,
     Retried,
-    RowOrigin,
     Shard,
     Source,
+    SourceRow,
     Stored,
     StoredSample,
 )
@@ -44,8 +44,8 @@ SIZE = 100
 REASONS = st.sampled_from([Reason.CACHED, Reason.NONFINITE, Reason.KILLS_SERVER])
 
 
-def origin(ordinal: int) -> RowOrigin:
-    return RowOrigin(ordinal=ordinal, source=0, line=1)
+def origin(ordinal: int) -> SourceRow:
+    return SourceRow(ordinal=ordinal, source=0, line=1)
 
 
 def sample_at(shard: int, offset: int) -> StoredSample:
