@@ -75,7 +75,9 @@ class Session:
         limits = self._pool.limits
         self._budget = Budget(
             shm_budget(self._pool.ranks, options.load.shm_budget_bytes, limits=limits),
-            max_holders=max_prompts(self._pool.request_limit),
+            max_holders=max_prompts(
+                self._pool.request_limit, group_samples=timings.store.group_samples
+            ),
         )
         self._movers = MoverPool(
             ShardSettings(output=options.output, identity=data_set.identity),
