@@ -55,10 +55,11 @@ def quick(**groups: dict[str, Any]) -> Timings:
     """
     values: dict[str, dict[str, Any]] = {
         "dispatch": {
-            "retry_base_s": 0.001, "retry_max_s": 0.01, "death_shows_s": 0.2,
+            "retry_base_s": 0.001, "retry_max_s": 0.01, "death_shows_s": 0.05,
             "return_pause_s": 0.02,
         },
         "health": {"alive_interval_s": 0.02},
+        "collect": {"late_dumps_s": 0.2},
     }  # fmt: skip
     for name, changes in groups.items():
         values[name] = {**values.get(name, {}), **changes}
@@ -132,15 +133,15 @@ def write_prompts(path: Path, prompts: Sequence[Ids]) -> Path:
 
 def options_for(server: FakeServer, prompts: Path, out: Path, **changes: Any) -> RunOptions:
     """A run against a fake server: rows of ids, so no tokenizer."""
-    plain = run_options(
-        prompts=(prompts,),
-        out=out,
-        server_urls=(server.url,),
-        dump_root=server.directory.parents[1],
-        tokenizer="none",
-        concurrency=8,
-    )
-    return changed(plain, **changes)
+    plain = {
+        "prompts": (prompts,),
+        "out": out,
+        "server_urls": (server.url,),
+        "dump_root": server.directory.parents[1],
+        "tokenizer": "none",
+        "concurrency": 8,
+    }
+    return run_options(**{**plain, **changes})
 
 
 def run_options(**values: Any) -> RunOptions:

@@ -50,7 +50,9 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
         f"{identity.model.path}: boundaries {list(identity.boundaries)}, "
         f"last {identity.last_kind}, {identity.model.dtype}"
     )
-    click.echo(totals_table(begun.totals, num_unread=begun.num_unread))
+    live = status.look.live
+    now = None if live is None else live.session["now"]
+    click.echo(totals_table(begun.totals, num_unread=begun.num_unread, now=now))
     if status.failed:
         click.echo(failed_table(status))
 

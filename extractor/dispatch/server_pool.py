@@ -238,7 +238,8 @@ class ServerPool:
         if self._options.load.concurrency is not None:
             return Limiter(self._options.load.concurrency)
         connections = connections_each(len(self.servers))
-        return Limiter(default_limit(target.facts.max_requests, connections=connections))
+        most = default_limit(target.facts.max_requests, connections=connections)
+        return Limiter(most, kind="auto")
 
     async def _lose(self, server: Server, connection: Connection, error: ServerError) -> None:
         # In this order, and without a pause: whoever waits must find everything decided.

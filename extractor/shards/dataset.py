@@ -16,12 +16,6 @@ from manifest.records import ServerStart
 
 #: Maximum lines of `sessions_table`.
 MAX_LINES = 20
-#: The order of the identity's keys since the first version: `verify` compares the bytes.
-_KEYS = (
-    "model", "architecture", "config_digest", "quantization", "num_layers", "hidden_size",
-    "vocab_size", "dtype", "boundaries", "layer_outputs", "last_kind", "tokenizer_digest",
-    "template_digest", "reading", "inputs",
-)  # fmt: skip
 
 
 def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes:
@@ -31,16 +25,14 @@ def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes
     `layer_outputs`: the same states as outputs of layers, b - 1 (SpecForge, TorchSpec and others).
     `sessions`: see `sessions_document`.
     """
-    facts = identity.to_document()
-    facts["layer_outputs"] = [boundary - 1 for boundary in identity.boundaries]
     document: dict[str, Any] = {
         "format": "hidden-state-extractor",
         "format_version": SHARD_FORMAT_VERSION,
         "tool_version": starts[-1].facts.get("tool_version") if starts else __version__,
         "engine": "sglang",
         "engine_version": starts[-1].facts.get("engine_version") if starts else None,
-        **{name: facts.pop(name) for name in _KEYS},
-        **facts,
+        **identity.to_document(),
+        "layer_outputs": [boundary - 1 for boundary in identity.boundaries],
         "sessions": sessions_document(starts),
     }
     return orjson.dumps(document, option=orjson.OPT_INDENT_2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from extractor.core.counters import Counters
@@ -23,10 +24,21 @@ def totals_document(totals: Totals) -> dict[str, Any]:
     }
 
 
-def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
-    """The rows by state and reason; they add up to the rows of the input."""
-    rows = [(state.value, f"{totals.by_state.get(state, 0):,}") for state in State]
-    rows = [row for row in rows if row[1] != "0" or row[0] in ("stored", "failed")]
+def totals_table(
+    totals: Totals, *, num_unread: int = 0, now: Mapping[str, Any] | None = None
+) -> str:
+    """The rows by state and reason; they add up to the rows of the input.
+
+    `now`: of the `session_document` of a running session, which has rows in flight.
+    """
+    counts = {state: totals.by_state.get(state, 0) for state in State}
+    rows = []
+    if counts[State.PLANNED]:
+        rows.append(("planned", f"{counts[State.PLANNED]:,}"))
+    if now is not None:
+        rows.append(("  with a server", f"{now['in_flight']:,}"))
+        rows.append(("  waiting for a mover", f"{now['mover_queue']:,}"))
+    rows += [(state.value, f"{counts[state]:,}") for state in (State.STORED, State.FAILED)]
     for reason, count in sorted(totals.by_reason.items()):
         rows.append((f"  {reason}", f"{count:,}"))
     if num_unread:

@@ -299,7 +299,7 @@ async def test_a_server_that_returns_is_proven_and_used_again(
     starts = prompts_by_start(summary)
     assert len(starts[0]) == 2 and min(starts[0]) > 0
     assert sum(starts[0]) + sum(starts[1]) == 120
-    assert any(f"{first.url} is proven, and used from now on" in note for note in notes.messages)
+    assert any(f"{first.url} passed the probe; resuming" in note for note in notes.messages)
     assert notes.of_servers == [
         ("server_lost", "warning", first.url),
         ("server_back", "info", first.url),
