@@ -26,6 +26,8 @@ from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
 from prompts.types import Prompt, RowOrigin
 
+pytestmark = pytest.mark.slow
+
 USER = {"role": "user", "content": "hello there"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "w", "arguments": '{"city": "X"}'}}
 TOOL = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}

@@ -39,6 +39,8 @@ from manifest.records import (
 from manifest.states import TRANSITIONS, Event, IllegalTransition, Reason, State
 from manifest.store import Store
 
+pytestmark = pytest.mark.slow
+
 ROWS = 6
 SIZE = 100
 REASONS = st.sampled_from([Reason.CACHED, Reason.NONFINITE, Reason.KILLS_SERVER])
