@@ -21,7 +21,9 @@ import numpy.typing as npt
 
 from benchmarks.command import command_parser, number_from, run_command
 from extractor.core.layout import Layout
-from extractor.testing.fake_server import FakeModel, FakeServer, Fault
+from extractor.testing.fake_model import FakeModel
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
 from server_patch.dump_format import DumpHeader, StateLayout, dump_name, encode_header
 from server_patch.durable_files import Buffer, write_whole
 

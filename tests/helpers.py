@@ -25,12 +25,13 @@ from extractor.core.timings import Timings
 from extractor.pipeline.run import run as run_of_product
 from extractor.pipeline.summary import RunSummary
 from extractor.servers.server_facts import facts_of
-from extractor.testing.fake_server import FakeServer, fake_states
+from extractor.testing.fake_model import fake_states
+from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from manifest.records import Row, ServerStart, StoredRow
 from manifest.states import State
 from manifest.store import Store
-from prompts.types import Prompt
+from prompts.types import Prompt, RowOrigin
 from server_patch.dump_format import (
     FORMAT_VERSION,
     DumpHeader,
@@ -54,10 +55,11 @@ def quick(**groups: dict[str, Any]) -> Timings:
     """
     values: dict[str, dict[str, Any]] = {
         "dispatch": {
-            "retry_base_s": 0.001, "retry_max_s": 0.01, "death_shows_s": 0.2,
+            "retry_base_s": 0.001, "retry_max_s": 0.01, "death_shows_s": 0.05,
             "return_pause_s": 0.02,
         },
         "health": {"alive_interval_s": 0.02},
+        "collect": {"late_dumps_s": 0.2},
     }  # fmt: skip
     for name, changes in groups.items():
         values[name] = {**values.get(name, {}), **changes}
@@ -131,15 +133,15 @@ def write_prompts(path: Path, prompts: Sequence[Ids]) -> Path:
 
 def options_for(server: FakeServer, prompts: Path, out: Path, **changes: Any) -> RunOptions:
     """A run against a fake server: rows of ids, so no tokenizer."""
-    plain = run_options(
-        prompts=(prompts,),
-        out=out,
-        server_urls=(server.url,),
-        dump_root=server.directory.parents[1],
-        tokenizer="none",
-        concurrency=8,
-    )
-    return changed(plain, **changes)
+    plain = {
+        "prompts": (prompts,),
+        "out": out,
+        "server_urls": (server.url,),
+        "dump_root": server.directory.parents[1],
+        "tokenizer": "none",
+        "concurrency": 8,
+    }
+    return run_options(**{**plain, **changes})
 
 
 def run_options(**values: Any) -> RunOptions:
@@ -283,8 +285,7 @@ def ordinals_sent(rids: Iterable[str]) -> list[int]:
 def prompt_of(row: Ids, *, ordinal: int = 0) -> Prompt:
     return Prompt(
         ordinal=ordinal,
-        source="prompts.jsonl",
-        line=ordinal + 1,
+        origin=RowOrigin(source="prompts.jsonl", line=ordinal + 1),
         label=None,
         input_ids=np.array(row.ids, dtype=np.int32),
         loss_mask=np.array(row.mask, dtype=np.uint8),

@@ -232,7 +232,8 @@ def run_command(
         allow_model_change=values["allow_model_change"],
     )
     if dry_run:
-        result = run_async(dry_run_of(options, reporter))
+        work = dry_run_of(options, reporter, timings=timings)
+        result = run_async(work, timings=timings.stop)
         if as_json:
             print_json(result.to_document())
         else:

@@ -99,7 +99,6 @@ class DispatchTimings:
     death_shows_s: float = 2.0  # after a broken connection, until a dead server is found dead
     return_pause_s: float = 2.0  # between two looks whether a lost server has come back
     full_pause_s: float = 0.2  # between two looks whether a full dump root has room again
-    light_bytes: int = 16 << 20  # of dumps whose prompts are bounded by bytes, not by number
 
 
 @dataclass(frozen=True, kw_only=True)

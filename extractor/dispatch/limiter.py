@@ -19,6 +19,8 @@ Every `limit` served requests raise it again by an eighth, at least by one, up t
 
 from __future__ import annotations
 
+from typing import Literal
+
 #: Most requests in flight with one server by default: each is a connection.
 MAX_DEFAULT_LIMIT = 512
 
@@ -44,7 +46,9 @@ def default_limit(server_takes: int | None, *, connections: int) -> int:
 class Limiter:
     """The bound, as the server's refusals leave it."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, *, kind: Literal["fixed", "auto"] = "fixed") -> None:
+        """`kind`: who chose the bound, the user or this program."""
+        self.kind = kind
         self.max_requests = max_requests
         self.limit = max_requests  # now
         self._served_at_limit = 0

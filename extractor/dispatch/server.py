@@ -57,7 +57,7 @@ class Server:
                 return f"{self.num_before:,} prompts; not used since it went"
             return "it was not used" if self.client.has_answered else "it never answered"
         limiter = self.starts[-1].lane.health.limiter
-        text = f"{limiter.max_requests} at a time"
+        text = f"{limiter.max_requests} at a time ({limiter.kind})"
         if limiter.limit < limiter.max_requests:
             text += f", {limiter.limit} after refusals"
         text += f"; {self.num_prompts:,} prompts"
@@ -70,6 +70,7 @@ class Server:
         return {
             "url": self.url,
             "concurrency": self.starts[-1].lane.health.limiter.limit if self.starts else None,
+            "concurrency_is": self.starts[-1].lane.health.limiter.kind if self.starts else None,
             "starts": [
                 {
                     "boot_id": start.target.ready.boot_id,

@@ -18,8 +18,8 @@ from extractor.core.humanize import counted
 from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.shards.dataset import dataset_document
+from extractor.shards.recovery import ManifestLost, require_begun, require_manifest
 from extractor.shards.sample_copy import BLOCK_BYTES
-from extractor.shards.strays import ManifestLost, require_begun, require_manifest
 from extractor.shards.writer import open_shard_path, sealed_shard_path
 from extractor.status.live_file import live_problem
 from extractor.system.files import open_regular, read_regular
@@ -124,8 +124,9 @@ class _Auditor:
         if not isinstance(document, dict):
             self._find(FindingKind.PROVENANCE, f"{path} is not a JSON object")
             return
-        data = dataset_document(identity, starts)
-        expected = orjson.loads(data)
+        # Whatever the order of its keys, which other versions wrote differently.
+        is_canonical = stated == orjson.dumps(document, option=orjson.OPT_INDENT_2)
+        expected = orjson.loads(dataset_document(identity, starts))
         if not starts:
             # An older version wrote it and recorded no starts: the manifest lacks these fields.
             for name in ("engine_version", "tool_version", "sessions"):
@@ -137,7 +138,7 @@ class _Auditor:
             self._find(
                 FindingKind.PROVENANCE, f"{path}: {name} is {one}, the manifest says {other}"
             )
-        if starts and not differs and stated != data:
+        if starts and not differs and not is_canonical:
             self._find(FindingKind.PROVENANCE, f"{path} is not written as this tool writes it")
 
     def _check_shard(self, shard: Shard, identity: Identity) -> None:

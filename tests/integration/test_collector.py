@@ -17,7 +17,8 @@ from extractor.core.failure import Failure
 from extractor.core.timings import CollectTimings, ListingTimings
 from extractor.dumps.collector import Collector
 from extractor.dumps.dump_reader import Arrival, BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
-from extractor.testing.fake_server import FakeServer, Fault
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
 from manifest.states import Reason
 from server_patch.dump_format import DumpFormatError, ErrorRecord, encode_error, read_header
 

@@ -18,7 +18,8 @@ from extractor.dispatch.scheduler import Lane, Scheduler
 from extractor.dumps.collector import Collector
 from extractor.servers.client import Client
 from extractor.servers.target import require_target
-from extractor.testing.fake_server import FakeServer, Fault
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
 
 
 async def test_what_is_answered_and_dumped_when_a_server_is_lost_is_not_sent_again(

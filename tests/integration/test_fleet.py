@@ -46,7 +46,9 @@ from extractor.dispatch.server import connections_each, require_connections
 from extractor.dispatch.suspects import Suspects
 from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import free_port
-from extractor.testing.fake_server import FakeModel, FakeServer, Fault, faults_once
+from extractor.testing.fake_model import FakeModel
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, faults_once
 from manifest.states import Reason, State
 
 #: So that a server has not answered everything before it is killed.
@@ -182,7 +184,9 @@ async def test_the_faster_server_gets_more(
 async def test_servers_that_capture_something_else_are_refused_by_name_and_field(
     tmp_path: Path, dump_root: Path, notes: Notes, path: Path, told: str, model: dict[str, Any]
 ) -> None:
-    one, other = FakeServer(dump_root), FakeServer(dump_root, model=FakeModel(**model))
+    one, other = FakeServer(dump_root), FakeServer(dump_root)
+    for name, value in model.items():
+        setattr(other.model, name, value)
     async with one.running(), other.running():
         options = options_of([one, other], dump_root, path, tmp_path / "out")
         with pytest.raises(ConfigMismatch) as caught:
@@ -297,7 +301,7 @@ async def test_a_server_that_returns_is_proven_and_used_again(
     starts = prompts_by_start(summary)
     assert len(starts[0]) == 2 and min(starts[0]) > 0
     assert sum(starts[0]) + sum(starts[1]) == 120
-    assert any(f"{first.url} is proven, and used from now on" in note for note in notes.messages)
+    assert any(f"{first.url} passed the probe; resuming" in note for note in notes.messages)
     assert notes.of_servers == [
         ("server_lost", "warning", first.url),
         ("server_back", "info", first.url),

@@ -17,7 +17,8 @@ from extractor.core.rids import PROBE_SESSION
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.target import Target, require_plugin
-from extractor.testing.fake_server import FakeServer, Fault, FaultPlan, no_faults
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, FaultPlan, no_faults
 from manifest.states import Reason
 
 

@@ -23,7 +23,7 @@ from extractor.system.process_tree import ServerProcess
 GOOD = """
 import sys
 print("Load weight end. elapsed=1 s", flush=True)
-from extractor.testing.fake_server import main
+from extractor.testing.__main__ import main
 sys.argv = ["testing", "--dump-root", {root!r}, "--port", "{port}"]
 main()
 """
@@ -35,7 +35,7 @@ directory = pathlib.Path({root!r}) / os.environ["SGLANG_HS_BOOT_ID"] / "0"
 directory.mkdir(parents=True)
 (directory / "FAILED.json").write_text('{{"reason": "this model cannot"}}')
 os.environ["SGLANG_HS_BOOT_ID"] = "another"
-from extractor.testing.fake_server import main
+from extractor.testing.__main__ import main
 sys.argv = ["testing", "--dump-root", {root!r} + "-else", "--port", "{port}"]
 main()
 """

@@ -30,7 +30,9 @@ from helpers import (
 
 from extractor.core.errors import ConfigMismatch, Interrupted, PluginError, first_known
 from extractor.core.run_options import RunOptions
-from extractor.testing.fake_server import FakeModel, FakeServer, FaultPlan, fake_states
+from extractor.testing.fake_model import FakeModel, fake_states
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import FaultPlan
 from extractor.verify.audit import audit
 from extractor.verify.findings import FindingKind
 from manifest.records import ServerStart

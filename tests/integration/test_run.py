@@ -69,7 +69,9 @@ from extractor.pipeline.dry_run import dry_run
 from extractor.pipeline.summary import RunSummary
 from extractor.status.reporters import BarReporter, JsonReporter, LineReporter
 from extractor.system.lock import exclusive
-from extractor.testing.fake_server import LATE_S, FakeModel, FakeServer, Fault, faults_once
+from extractor.testing.fake_model import FakeModel
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import LATE_S, Fault, faults_once
 from manifest.states import Reason, State
 from prompts.types import InputError
 from server_patch.dump_format import Dump, read_beginning
@@ -599,11 +601,11 @@ async def test_refusals_lower_the_number_of_requests_in_flight(
         """Refuses what exceeds two requests at a time."""
 
         async def _generate(self, request: web.Request) -> web.StreamResponse:
-            in_flight.append(self._concurrency)
+            in_flight.append(self.num_at_work)
             return await super()._generate(request)
 
     def when_crowded(number: int, rid: str) -> Fault | None:
-        return Fault.BUSY if server._concurrency > 2 else None
+        return Fault.BUSY if server.num_at_work > 2 else None
 
     server = Narrow(dump_root, faults=when_crowded, delay_s=0.005)
     async with server.running():

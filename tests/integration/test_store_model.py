@@ -30,14 +30,16 @@ from manifest.records import (
     Rejected,
     Relocated,
     Retried,
-    RowOrigin,
     Shard,
     Source,
+    SourceRow,
     Stored,
     StoredSample,
 )
 from manifest.states import TRANSITIONS, Event, IllegalTransition, Reason, State
 from manifest.store import Store
+
+pytestmark = pytest.mark.slow
 
 ROWS = 6
 SIZE = 100
@@ -51,8 +53,8 @@ def opened(path: Path) -> Store:
     return store
 
 
-def origin(ordinal: int) -> RowOrigin:
-    return RowOrigin(ordinal=ordinal, source=0, line=1)
+def origin(ordinal: int) -> SourceRow:
+    return SourceRow(ordinal=ordinal, source=0, line=1)
 
 
 def sample_at(shard: int, offset: int) -> StoredSample:
