@@ -1,10 +1,10 @@
-"""The contract between the plugin and the client: what lies under the dump root.
+"""The contract between the plugin and the client: the files under the dump root.
 
 Standard library only, so that a laptop without torch can read every file.
 
 ```
 <root>/<boot id>/<rank>/
-    READY.json              what this writer captures (see `Ready`)
+    READY.json              the states that this writer captures (see `Ready`)
     FAILED.json             why this writer captures nothing: {"reason": str}
     0000000042.safetensors  one dump: the rows one forward made for one request
     0000000042.error.json   one error record: {"rid": str, "start": int, "reason": str}
@@ -13,7 +13,7 @@ Standard library only, so that a laptop without torch can read every file.
 
 A dump is a valid safetensors file (https://github.com/huggingface/safetensors#format):
 
-| bytes | what |
+| bytes | content |
 |---|---|
 | 0..8 | n, unsigned 64-bit little-endian: size of the header |
 | 8..8+n | JSON header, padded with spaces so that the data starts on a multiple of 64 |
@@ -71,12 +71,12 @@ LAST_TENSORS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class DumpFormatError(ValueError):
-    """A file under the dump root is not what this module describes."""
+    """A file under the dump root does not follow the format of this module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpan:
-    """Where one tensor lies in its file."""
+    """The place of one tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class TensorSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
-    """The states that one token has in a dump. Raises DumpFormatError if no model has such."""
+    """The shape of the states of one token. Raises DumpFormatError if no model has such states."""
 
     boundaries: tuple[int, ...]  # ascending boundary indices held in `aux`
     hidden_size: int
@@ -156,7 +156,7 @@ class Dump:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRecord:
-    """The plugin could not dump a piece of `rid`; the server went on serving."""
+    """The plugin could not dump rows of request `rid`; the server continued to serve."""
 
     rid: str
     start: int
@@ -165,7 +165,7 @@ class ErrorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """The facts about a served model that decide what its states are.
+    """The facts about a served model that determine its states.
 
     A new one needs a default, for the READY.json and the data sets of before, and nothing else:
     readers walk the fields.
@@ -232,7 +232,7 @@ class ProcessInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureInfo:
-    """The plugin and what it captures."""
+    """The states that the plugin captures, and its own configuration."""
 
     plugin_version: str
     boundaries: tuple[int, ...]  # read back from the armed model, not merely asked for
@@ -245,8 +245,11 @@ class CaptureInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """READY.json: written when capture is armed and the writers run, and rewritten when the weights
-    in memory or their label change."""
+    """The content of READY.json.
+
+    The file is written when capture is armed and the writers run, and rewritten when the weights in
+    memory or their label change.
+    """
 
     boot_id: str
     rank: int  # data-parallel rank
@@ -258,7 +261,7 @@ class Ready:
 
     @cached_property
     def layout(self) -> StateLayout:
-        """Layout of the dumps. Raises DumpFormatError if no model has such states."""
+        """The layout of the dumps. Raises DumpFormatError if no model has such states."""
         return StateLayout(
             boundaries=self.capture.boundaries,
             hidden_size=self.model.hidden_size,
@@ -437,7 +440,7 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
 def open_dump(path: Path) -> int:
     """A descriptor to read a dump or an error record; the caller closes it.
 
-    What is no regular file is refused, not waited for or followed: anybody who may write to the
+    Anything but a regular file is refused, not waited for or followed: whoever may write to the
     directory can put a pipe or a link there. Raises OSError, DumpFormatError.
     """
     return _open_regular(path)[0]

@@ -57,7 +57,7 @@ class Weights:
         self._boot_id = boot_id
         self._watcher: Callable[[], None] = lambda: None
         self._num_updates = 0
-        self._loaded: str | None = None  # the id of what was loaded, before any update
+        self._loaded: str | None = None  # the id before any update
         self.info = WeightsInfo(version=version)
         self._take(found)
 

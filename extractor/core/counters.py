@@ -117,7 +117,7 @@ class Moment:
 
 
 @dataclass(kw_only=True)
-class Rows:
+class InputRows:
     """The rows of all input files, by outcome."""
 
     total: int = 0
@@ -144,7 +144,7 @@ class Rows:
 class Counters:
     """The session in numbers, as they change. Owned by the run; reporters only read it."""
 
-    rows: Rows = field(default_factory=Rows)
+    rows: InputRows = field(default_factory=InputRows)
     tokens: int = 0  # of stored samples
     stored_bytes: int = 0
     sent: int = 0  # requests

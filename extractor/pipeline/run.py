@@ -33,7 +33,7 @@ from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
 from extractor.dumps.discovery import require_dump_directory
 from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
 from extractor.intake.prompt_stream import renderer_for
-from extractor.pipeline.data_set import DataSet, Intake
+from extractor.pipeline.open_data_set import Intake, OpenDataSet
 from extractor.pipeline.resume import (
     NOW,
     RunState,
@@ -49,9 +49,8 @@ from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import Target, require_targets
 from extractor.shards.output_dir import manifest_warning, prepare_out
-from extractor.shards.recovery import Reconciled, reconcile
+from extractor.shards.recovery import Reconciled, reconcile, require_begun, require_manifest
 from extractor.shards.sequence import seal_left_open
-from extractor.shards.strays import require_begun, require_manifest
 from extractor.shards.writer import ShardSettings
 from extractor.status.live_file import LiveFile
 from extractor.status.reporters import Together
@@ -65,16 +64,17 @@ logger = logging.getLogger(__name__)
 
 
 async def run(
-    options: RunOptions, reporter: Reporter, *, timings: Timings = DEFAULT_TIMINGS
+    options: RunOptions, reporter: Reporter | None = None, *, timings: Timings = DEFAULT_TIMINGS
 ) -> RunSummary:
     """Extract every row of the input; returns when each is stored or failed.
 
-    Raises an ExtractorError (or a leaf package's error) when it cannot; samples stored until then
-    are kept, and the same call resumes.
+    SIGINT, SIGTERM and SIGHUP stop it, in the main thread. Raises an ExtractorError (or a leaf
+    package's error) when it cannot go on; samples stored until then are kept, and the same call
+    resumes.
     """
     require_connections(options.load.concurrency, num_servers=len(options.servers.urls))
     out = options.output.directory
-    reporter = Together(reporter)
+    reporter = Together() if reporter is None else Together(reporter)
     try:
         files = await asyncio.to_thread(_scan, options, timings.store)
     except asyncio.CancelledError:
@@ -205,7 +205,7 @@ class _Extraction:
                 return await self._summary()
             self._announce(identity, targets)
             await self._probe(servers, provenance, run_id=state.run_id)
-            data_set = DataSet(
+            data_set = OpenDataSet(
                 identity=identity, provenance=provenance, owner=owner, state=state, left=left
             )
             session = Session(
@@ -312,7 +312,8 @@ class _Extraction:
 
     async def _seal_all(self, left: Reconciled) -> None:
         """Seal every shard: no row is left to store."""
-        settings = ShardSettings.of(self.options.output, await begun_with_identity(self.owner))
+        identity = await begun_with_identity(self.owner)
+        settings = ShardSettings(output=self.options.output, identity=identity)
         for found in left.open_shards:
             await seal_left_open(settings, self.owner, found)
 

@@ -28,7 +28,7 @@ from extractor.dispatch.server_pool import ServerPool
 from extractor.dispatch.suspects import Suspects
 from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of
 from extractor.pipeline.adopter import Adopter
-from extractor.pipeline.data_set import DataSet, Intake
+from extractor.pipeline.open_data_set import Intake, OpenDataSet
 from extractor.servers.shm_budget import shm_budget
 from extractor.shards.mover_pool import MoverPool
 from extractor.shards.writer import ShardSettings
@@ -43,7 +43,7 @@ class Session:
         self,
         *,
         options: RunOptions,
-        data_set: DataSet,
+        data_set: OpenDataSet,
         servers: Sequence[Server],
         reporter: Reporter,
         timings: Timings,
@@ -80,7 +80,7 @@ class Session:
             ),
         )
         self._movers = MoverPool(
-            ShardSettings.of(options.output, data_set.identity),
+            ShardSettings(output=options.output, identity=data_set.identity),
             data_set.owner,
             recorder,
             self._counters,

@@ -7,19 +7,13 @@ from typing import Any
 
 import orjson
 
-from extractor import __version__
 from extractor.core.humanize import table
 from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME
+from extractor.core.version import __version__
 from extractor.shards.format import SHARD_FORMAT_VERSION
 from manifest.records import ServerStart
 
-#: The order of the first keys, which `extractor verify` compares: it must never change.
-_ORDER = (
-    "model", "architecture", "config_digest", "quantization", "num_layers", "hidden_size",
-    "vocab_size", "dtype", "boundaries", "layer_outputs", "last_kind", "tokenizer_digest",
-    "template_digest", "reading", "inputs",
-)  # fmt: skip
 #: Maximum lines of `sessions_table`.
 MAX_LINES = 20
 
@@ -31,15 +25,14 @@ def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes
     `layer_outputs`: the same states as outputs of layers, b - 1 (SpecForge, TorchSpec and others).
     `sessions`: see `sessions_document`.
     """
-    values = identity.to_document()
-    values["layer_outputs"] = [boundary - 1 for boundary in identity.boundaries]
     document: dict[str, Any] = {
         "format": "hidden-state-extractor",
         "format_version": SHARD_FORMAT_VERSION,
         "tool_version": starts[-1].facts.get("tool_version") if starts else __version__,
         "engine": "sglang",
         "engine_version": starts[-1].facts.get("engine_version") if starts else None,
-        **{name: values[name] for name in (*_ORDER, *values)},
+        **identity.to_document(),
+        "layer_outputs": [boundary - 1 for boundary in identity.boundaries],
         "sessions": sessions_document(starts),
     }
     return orjson.dumps(document, option=orjson.OPT_INDENT_2)

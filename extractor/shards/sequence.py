@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from extractor.core.counters import Rows
+from extractor.core.counters import InputRows
 from extractor.core.errors import storage_error
 from extractor.core.layout import Layout
 from extractor.shards.format import samples_expected
@@ -26,7 +26,7 @@ class ShardSequence:
     """The shards that one mover fills, of which at most one is open, and its threads."""
 
     def __init__(
-        self, settings: ShardSettings, owner: StoreOwner, *, numbers: Iterator[int], rows: Rows
+        self, settings: ShardSettings, owner: StoreOwner, *, numbers: Iterator[int], rows: InputRows
     ) -> None:
         """`numbers`: of new shards. `rows`: bound the samples that a new shard expects."""
         self.layout: Layout = settings.identity.layout
@@ -52,7 +52,7 @@ class ShardSequence:
         """The open shard, or a new one that the manifest knows."""
         if self._writer is None:
             expected = samples_expected(
-                shard_bytes=self._settings.shard_bytes,
+                shard_bytes=self._settings.output.shard_bytes,
                 mean_sample_bytes=mean_sample_bytes,
                 rows_left=max(1, self._rows.left),
             )
@@ -108,6 +108,6 @@ class ShardSequence:
 
 async def seal_left_open(settings: ShardSettings, owner: StoreOwner, found: OpenShard) -> None:
     """Seal a shard that an earlier session left open and that gets no more samples."""
-    shards = ShardSequence(settings, owner, numbers=iter(()), rows=Rows())
+    shards = ShardSequence(settings, owner, numbers=iter(()), rows=InputRows())
     await shards.resume(found)
     await shards.close(seal=True)

@@ -49,22 +49,14 @@ def sealed_shard_path(directory: Path, shard: Shard) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """The properties that all shards of a run share."""
+    """The properties that all shards of a data set share."""
 
-    directory: Path
+    output: Output
     identity: Identity
-    shard_bytes: int  # a shard is sealed before it would grow beyond this, if it holds a sample
-    file_mode: int
 
-    @classmethod
-    def of(cls, output: Output, identity: Identity) -> ShardSettings:
-        """The settings of the data set that a run writes."""
-        return cls(
-            directory=output.shards_path,
-            identity=identity,
-            shard_bytes=output.shard_bytes,
-            file_mode=output.file_mode,
-        )
+    @property
+    def directory(self) -> Path:
+        return self.output.shards_path
 
 
 class ShardWriter:
@@ -83,7 +75,9 @@ class ShardWriter:
         self._samples = list(samples)  # (ordinal, num_tokens), in file order
         self._digests = list(digests)  # of each
         self._path = open_shard_path(settings.directory, shard)
-        self._file = AppendFile(self._path, position=shard.size_bytes, mode=settings.file_mode)
+        self._file = AppendFile(
+            self._path, position=shard.size_bytes, mode=settings.output.file_mode
+        )
 
     @property
     def position(self) -> int:
@@ -131,7 +125,7 @@ class ShardWriter:
         if not self._samples:
             return True
         end = self.position + sample_bytes(num_tokens, self._layout)
-        return end <= self._settings.shard_bytes and len(self._samples) < samples_that_fit(
+        return end <= self._settings.output.shard_bytes and len(self._samples) < samples_that_fit(
             self.shard.data_start, self._layout
         )
 

@@ -18,8 +18,8 @@ from extractor.core.humanize import counted
 from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.shards.dataset import dataset_document
+from extractor.shards.recovery import ManifestLost, require_begun, require_manifest
 from extractor.shards.sample_copy import BLOCK_BYTES
-from extractor.shards.strays import ManifestLost, require_begun, require_manifest
 from extractor.shards.writer import open_shard_path, sealed_shard_path
 from extractor.status.live_file import live_problem
 from extractor.system.files import open_regular, read_regular

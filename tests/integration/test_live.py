@@ -17,7 +17,7 @@ from helpers import Notes, make_prompts, options_for, write_prompts
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, RenderableType
 
-from extractor.core.counters import Counters, Moment, Rows, ServerNow, Stage
+from extractor.core.counters import Counters, InputRows, Moment, ServerNow, Stage
 from extractor.core.errors import MissingExtra, OutputBusy, UsageError
 from extractor.core.timings import DEFAULT_TIMINGS, StatusTimings, Timings
 from extractor.pipeline.run import run
@@ -52,7 +52,7 @@ def written(file: LiveFile) -> None:
 
 
 def some_counters() -> Counters:
-    counters = Counters(rows=Rows(total=10, stored=4), tokens=400, stored_bytes=4000)
+    counters = Counters(rows=InputRows(total=10, stored=4), tokens=400, stored_bytes=4000)
     counters.rows.failed_by_reason[Reason.TOO_LONG] += 1
     counters.observe(
         Moment(

@@ -13,13 +13,14 @@ import pytest
 from helpers import Notes, make_identity, make_prompts, prompt_of
 
 from extractor.core.counters import Counters
+from extractor.core.run_options import Output
 from extractor.core.timings import StoreTimings
 from extractor.dispatch.row_recorder import RowRecorder
 from extractor.shards.mover import Mover
 from extractor.shards.sequence import ShardSequence
 from extractor.shards.writer import ShardSettings, ShardWriter
 from integration.test_shards import Dumps
-from manifest.records import Change, Planned, PromptFacts, RowOrigin, Source
+from manifest.records import Change, Planned, PromptFacts, Source, SourceRow
 from manifest.states import State
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
@@ -31,10 +32,8 @@ def settings(tmp_path: Path) -> ShardSettings:
     for name in ("shards", "dumps"):
         (tmp_path / name).mkdir()
     return ShardSettings(
-        directory=tmp_path / "shards",
+        output=Output(directory=tmp_path, shard_bytes=1 << 20, file_mode=0o640),
         identity=make_identity(),
-        shard_bytes=1 << 20,
-        file_mode=0o640,
     )
 
 
@@ -46,7 +45,7 @@ async def owner_of(path: Path, prompts: Sequence[Prompt]) -> StoreOwner:
     for prompt in prompts:
         await owner.commit(
             Planned(
-                origin=RowOrigin(ordinal=prompt.ordinal, source=0, line=1),
+                origin=SourceRow(ordinal=prompt.ordinal, source=0, line=1),
                 prompt=PromptFacts(key=prompt.key, num_tokens=prompt.num_tokens, num_trained=0),
             )
         )
@@ -116,7 +115,9 @@ async def test_a_shard_that_is_being_sealed_when_the_run_is_cancelled_keeps_its_
 
     monkeypatch.setattr(ShardWriter, "seal", gated)
     counters = Counters()
-    settings = replace(settings, shard_bytes=1)  # each sample begins a new one
+    settings = replace(
+        settings, output=replace(settings.output, shard_bytes=1)
+    )  # each sample begins a new one
     shards = ShardSequence(settings, owner, numbers=itertools.count(), rows=counters.rows)
     mover = mover_of(shards, owner, counters)
     tasks = [

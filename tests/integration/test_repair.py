@@ -192,7 +192,7 @@ def test_a_shard_that_is_a_pipe_is_left_and_extracted_again_once_it_is_gone(out:
     path.unlink()
     os.mkfifo(path)
     _, repair = audit_and_repair(out)
-    assert (repair.shards, repair.unknown) == (0, (str(path),))
+    assert (repair.shards, repair.unknown) == (0, [str(path)])
     assert "that this data set did not write" in repair.to_text()
     path.unlink()
     _, repair = audit_and_repair(out)

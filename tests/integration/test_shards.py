@@ -23,6 +23,7 @@ from helpers import (
 
 from extractor.core.errors import UsageError
 from extractor.core.layout import Layout
+from extractor.core.run_options import Output
 from extractor.dumps.correlator import Piece
 from extractor.dumps.dump_piece import SampleFault
 from extractor.dumps.dump_reader import DumpFile, DumpPiece
@@ -73,10 +74,8 @@ class Dumps:
 def settings(tmp_path: Path) -> ShardSettings:
     (tmp_path / "shards").mkdir()
     return ShardSettings(
-        directory=tmp_path / "shards",
+        output=Output(directory=tmp_path, shard_bytes=1 << 20, file_mode=0o640),
         identity=make_identity(),
-        shard_bytes=1 << 20,
-        file_mode=0o640,
     )
 
 
@@ -246,7 +245,7 @@ def test_a_shard_is_full_by_size_or_by_header_but_takes_one_sample_always(
     assert not writer.has_room(1)
     writer.seal()  # and it fits
     writer.close()
-    small = replace(settings, shard_bytes=1)
+    small = replace(settings, output=replace(settings.output, shard_bytes=1))
     writer = ShardWriter.create(small, number=1, expected_samples=10)
     assert writer.has_room(10_000)
     writer.append(prompt_of(rows[0]), dumps.make(rows[0]))

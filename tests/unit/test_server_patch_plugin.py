@@ -17,11 +17,11 @@ import torch
 from helpers import change_ready
 
 from server_patch import capture_audit, capture_points, plugin, sglang_api, weights
-from server_patch.dump_dir import HomeError, make_boot_id, make_home
+from server_patch.dump_dir import RankDirError, make_boot_id, make_rank_dir
 from server_patch.dump_format import FAILED_NAME, READY_NAME, Ready, decode_ready
 from server_patch.ready import own_start_ticks
 from server_patch.settings import SettingsError
-from server_patch.sglang_api import EngineError, RequestIds
+from server_patch.sglang_api import EngineError, RequestIds, RunnerFacts
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,10 @@ def make_runner(tmp_path: Path, **args: Any) -> Any:
             hf_text_config=text_config, dtype=torch.bfloat16, vocab_size=512
         ),
     )
+
+
+def read_facts(runner: Any) -> RunnerFacts:
+    return sglang_api.read_facts(runner, architecture="FakeForCausalLM")
 
 
 @pytest.fixture
@@ -380,8 +384,8 @@ def test_the_quantisation_of_the_models_own_config_is_told(
     """Without an argument the engine does what config.json asks for."""
     runner = make_runner(tmp_path)
     runner.model_config.quantization = "fp8"
-    assert sglang_api.read_facts(runner).quantization == "fp8"
-    assert sglang_api.read_facts(make_runner(tmp_path, quantization="awq")).quantization == "awq"
+    assert read_facts(runner).model.quantization == "fp8"
+    assert read_facts(make_runner(tmp_path, quantization="awq")).model.quantization == "awq"
 
 
 def test_a_second_engine_of_the_same_tree_gets_a_directory_of_its_own(
@@ -434,7 +438,7 @@ def test_refusals_say_which_flag_to_change(
     ],
 )
 def test_prefill_graphs_are_refused_on_cuda_only(args: dict[str, Any], flag: str | None) -> None:
-    server_args = sglang_api.Settings(SimpleNamespace(**args))
+    server_args = sglang_api.EngineSettings(SimpleNamespace(**args))
     reason = sglang_api._prefill_graphs(server_args, torch.device("cuda", 0))
     assert (flag in reason) if flag and reason else (reason is None)
     assert sglang_api._prefill_graphs(server_args, torch.device("cpu")) is None
@@ -460,16 +464,16 @@ def test_settings_are_the_engines_and_not_what_was_typed(
     runner = make_runner(
         tmp_path, chunked_prefill_size=None, dp_size=2, attn_dp_size=1, enable_dp_attention=True
     )
-    facts = sglang_api.read_facts(runner)
-    assert (facts.chunked_prefill_size, facts.max_forward_rows) == (2048, 2048)
-    assert (facts.dp_size, facts.shares_forward) == (2, True)
-    assert (facts.port, facts.radix_cache) == (30000, False)  # none of the context's
+    facts = read_facts(runner)
+    assert (facts.engine.chunked_prefill_size, facts.max_forward_rows) == (2048, 2048)
+    assert (facts.engine.dp_size, facts.placement.shares_forward) == (2, True)
+    assert (facts.port, facts.engine.radix_cache) == (30000, False)  # none of the context's
     # What this release does not know is not asked for, and so is not taken to be set.
     resolved["enable_pdmux"] = True
     assert sglang_api.refusals(runner) == []
     # Defaults that the engine fills in are seen.
     config = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
-    record = sglang_api.Settings(SimpleNamespace(cuda_graph_config=None))
+    record = sglang_api.EngineSettings(SimpleNamespace(cuda_graph_config=None))
     resolved["cuda_graph_config"] = config
     assert "breakable" in str(sglang_api._prefill_graphs(record, torch.device("cuda", 0)))
 
@@ -632,7 +636,7 @@ def test_nothing_that_fails_reaches_the_engine(
 class TestHome:
     def make(self, root: Path, **change: Any) -> Any:
         fields = {"boot_id": "b", "rank": 0, "num_ranks": 2, "file_mode": 0o640}
-        return make_home(root, directory_mode=0o750, **{**fields, **change})
+        return make_rank_dir(root, directory_mode=0o750, **{**fields, **change})
 
     def test_ranks_share_a_boot_and_modes_are_exact(self, tmp_path: Path) -> None:
         before = os.umask(0o077)
@@ -661,10 +665,10 @@ class TestHome:
         assert len(list(tmp_path.iterdir())) == 2
 
     def test_it_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("server_patch.dump_dir.secrets.token_hex", lambda n: "same")
+        monkeypatch.setattr("server_patch.dump_dir._random_hex", lambda n: "same")
         self.make(tmp_path)
         self.make(tmp_path)
-        with pytest.raises(HomeError):
+        with pytest.raises(RankDirError):
             self.make(tmp_path)
 
     def test_boot_ids_differ(self) -> None:
@@ -743,6 +747,6 @@ def test_data_parallel_sizes(
     monkeypatch.setattr(sglang_api, "_attention_tp_rank", lambda: 0)
     parallel = SimpleNamespace(attn_dp_rank=2, dp_rank=3)
     monkeypatch.setattr(sglang_api, "_parallel_context", lambda: parallel)
-    facts = sglang_api.read_facts(make_runner(tmp_path, **args))
-    assert (facts.dp_size, facts.shares_forward) == (total, shares)
-    assert facts.rank == (2 if shares else 3)
+    facts = read_facts(make_runner(tmp_path, **args))
+    assert (facts.engine.dp_size, facts.placement.shares_forward) == (total, shares)
+    assert facts.placement.rank == (2 if shares else 3)

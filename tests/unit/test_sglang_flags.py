@@ -15,7 +15,7 @@ from extractor.servers.sglang_flags import (
     ServeOptions,
     graph_arguments,
 )
-from server_patch.settings import Settings
+from server_patch.settings import Settings, WriterSettings
 
 
 def engine(**changes: Any) -> EngineOptions:
@@ -67,8 +67,8 @@ def test_the_plugin_understands_the_variables_it_is_given(tmp_path: Path) -> Non
     assert made["PATH"] == "/bin"
     assert made["NCCL_PROTO"] == "x"
     assert Settings.from_environ(made) == Settings(
-        dump_dir=tmp_path, boundaries=(3, 31, 59), last_kind="both", ring_bytes=1 << 20,
-        ring_slots=3, num_writers=5, file_mode=0o660, boot_id="boot-1",
+        dump_dir=tmp_path, boundaries=(3, 31, 59), last_kind="both", file_mode=0o660,
+        writers=WriterSettings(ring_bytes=1 << 20, ring_slots=3, num_writers=5), boot_id="boot-1",
     )  # fmt: skip
 
 

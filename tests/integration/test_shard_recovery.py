@@ -114,7 +114,7 @@ async def test_a_repair_says_that_it_leaves_unknown_shards_alone(options: RunOpt
     shutil.copy(source, stray)
     found, repair = audit_and_repair(options.output.directory)
     assert [finding.kind for finding in found.findings.all] == ["shard_unknown"]
-    assert repair.unknown == (str(stray),)
+    assert repair.unknown == [str(stray)]
     assert "left alone 1 file that this data set did not write" in repair.to_text()
     assert str(stray) in repair.to_text()
     assert stray.read_bytes() == source.read_bytes()
