@@ -35,9 +35,9 @@ from manifest.records import (
     Failed,
     Planned,
     PromptFacts,
-    RowOrigin,
     Shard,
     Source,
+    SourceRow,
     Stored,
     StoredSample,
 )
@@ -73,7 +73,7 @@ def key_of(n: int) -> str:
 
 def planned(n: int) -> Planned:
     return Planned(
-        origin=RowOrigin(ordinal=n, source=0, line=n + 1),
+        origin=SourceRow(ordinal=n, source=0, line=n + 1),
         prompt=PromptFacts(key=key_of(n), num_tokens=2048, num_trained=1000),
     )
 

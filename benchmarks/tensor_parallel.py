@@ -163,7 +163,7 @@ def mixed_prompts(count: int, *, vocab_size: int, longest: int, seed: int) -> li
     """Prompts of random lengths, 1 to `longest` tokens."""
     generator = np.random.default_rng(seed)
     return [
-        replace(prompt, ordinal=number, line=number + 1)
+        replace(prompt, ordinal=number)
         for number, length in enumerate(generator.integers(1, longest, size=count))
         for prompt in random_prompts(
             1, num_tokens=int(length), vocab_size=vocab_size, generator=generator

@@ -19,10 +19,10 @@ import xxhash
 from manifest.records import (
     PromptFacts,
     Row,
-    RowOrigin,
     ServerStart,
     Shard,
     Source,
+    SourceRow,
     StoredRow,
     StoredSample,
 )
@@ -279,7 +279,7 @@ def _row_of(
             server=server,
         )
     return Row(
-        origin=RowOrigin(ordinal=ordinal, source=source, line=line, label=label, part=part),
+        origin=SourceRow(ordinal=ordinal, source=source, line=line, label=label, part=part),
         prompt=prompt,
         state=state,
         reason=reason,

@@ -35,7 +35,7 @@ class ServerStart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowOrigin:
+class SourceRow:
     """The place of a row, or of a prompt that it expands to, in the input."""
 
     ordinal: int  # position among all input rows, from 0
@@ -76,7 +76,7 @@ class StoredSample:
 class Planned:
     """A row became a prompt."""
 
-    origin: RowOrigin
+    origin: SourceRow
     prompt: PromptFacts
     detail: str | None = None  # about the alterations
 
@@ -89,7 +89,7 @@ class Planned:
 class Rejected:
     """A row gave no prompt, or one that must not be sent."""
 
-    origin: RowOrigin
+    origin: SourceRow
     reason: Reason
     detail: str
     prompt: PromptFacts | None = None
@@ -176,7 +176,7 @@ class Shard:
 class Row:
     """Everything that the manifest records of one input row."""
 
-    origin: RowOrigin
+    origin: SourceRow
     prompt: PromptFacts | None  # None if the row gave none
     state: State = State.PLANNED
     reason: Reason | None = None  # of a failed row

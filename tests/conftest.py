@@ -14,9 +14,10 @@ from hypothesis import settings
 # The commands that tests start inherit what `nohup` ignores, and a run respects that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The same examples every time, and no verdict by the speed of the machine.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+# The same examples every time, and no verdict by the speed of the machine. "loop" is `make test`.
+settings.register_profile("full", deadline=None, derandomize=True)
+settings.register_profile("loop", settings.get_profile("full"), max_examples=20)
+settings.load_profile("full")
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from extractor.verify.audit import audit
 from manifest.records import Row, ServerStart, StoredRow
 from manifest.states import State
 from manifest.store import Store
-from prompts.types import Prompt
+from prompts.types import Prompt, RowOrigin
 from server_patch.dump_format import (
     FORMAT_VERSION,
     DumpHeader,
@@ -285,8 +285,7 @@ def ordinals_sent(rids: Iterable[str]) -> list[int]:
 def prompt_of(row: Ids, *, ordinal: int = 0) -> Prompt:
     return Prompt(
         ordinal=ordinal,
-        source="prompts.jsonl",
-        line=ordinal + 1,
+        origin=RowOrigin(source="prompts.jsonl", line=ordinal + 1),
         label=None,
         input_ids=np.array(row.ids, dtype=np.int32),
         loss_mask=np.array(row.mask, dtype=np.uint8),

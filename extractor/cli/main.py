@@ -14,7 +14,6 @@ from typing import NoReturn
 
 import click
 
-from extractor import __version__
 from extractor.cli.console import report, tell_error
 from extractor.cli.doctor_command import doctor_command
 from extractor.cli.options import Commands
@@ -25,6 +24,7 @@ from extractor.cli.status_command import status_command
 from extractor.cli.verify_command import verify_command
 from extractor.core.errors import Interrupted, exit_code, first_known, message_of
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
+from extractor.core.version import __version__
 
 
 @click.group(

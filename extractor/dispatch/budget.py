@@ -10,20 +10,22 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 
-#: Samples of one group that becomes durable at once: they are not to wait for each other.
-GROUP_SAMPLES = 256
+from extractor.core.timings import DEFAULT_TIMINGS
 
 
-def max_prompts(request_limit: int) -> int:
+def max_prompts(
+    request_limit: int, *, group_samples: int = DEFAULT_TIMINGS.store.group_samples
+) -> int:
     """Most prompts in progress where the servers take `request_limit` requests in all.
 
     A prompt outlives its request by the copy to the shard; twice as many prompts as requests keep
-    the servers busy meanwhile.
+    the servers busy meanwhile. The samples of one group, which become durable at once, need not
+    wait for each other.
 
-    >>> max_prompts(32)
+    >>> max_prompts(32, group_samples=256)
     320
     """
-    return 2 * request_limit + GROUP_SAMPLES
+    return 2 * request_limit + group_samples
 
 
 class Budget:

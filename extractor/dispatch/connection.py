@@ -134,12 +134,6 @@ class Connection:
         finally:
             slot.release()
             self._close(flight)
-        logger.debug(
-            "%s rid=%s row=%d",
-            f"failed: {outcome.detail}" if isinstance(outcome, Failure) else "collected",
-            rid,
-            prompt.ordinal,
-        )
         return outcome
 
     async def _exchange(self, flight: _InFlight, slot: Slot) -> Collected:
@@ -169,8 +163,8 @@ class Connection:
         )
         self._settings.counters.sent += 1
         logger.debug(
-            "sent rid=%s row=%d server=%s tokens=%d",
-            request.rid, prompt.ordinal, self._client.url, prompt.num_tokens,
+            "sent rid=%s row=%d attempt=%d server=%s tokens=%d",
+            request.rid, prompt.ordinal, flight.attempts, self._client.url, prompt.num_tokens,
         )  # fmt: skip
         sent_at = _now()
         reply: ReplyFacts | Failure | None = await self._client.generate(request)
@@ -196,6 +190,7 @@ class Connection:
         slot.release()
         if reply is None:
             flight.state = RequestState.DUE
+            logger.debug("answered rid=%s row=%d", request.rid, prompt.ordinal)
         else:
             await self._give_up_request(request.rid, reply)
         return reply

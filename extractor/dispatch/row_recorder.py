@@ -11,7 +11,7 @@ from extractor.core.counters import Counters
 from extractor.core.events import Report, Reporter
 from extractor.core.failure import Failure
 from extractor.shards.mover import DurableSample
-from manifest.records import Failed, Lost, Planned, PromptFacts, Rejected, Retried, RowOrigin
+from manifest.records import Failed, Lost, Planned, PromptFacts, Rejected, Retried, SourceRow
 from manifest.states import ASKED_FOR, Reason
 from manifest.writer_thread import StoreOwner
 from prompts.types import BadRow, Prompt
@@ -50,8 +50,8 @@ class RowRecorder:
         """A prompt is to be sent; `row`: the same before it was cut."""
         self._owner.post(planned_row(prompt, row, source))
         logger.debug(
-            "planned row=%d source=%s:%d tokens=%d",
-            prompt.ordinal, prompt.source, prompt.line, prompt.num_tokens,
+            "admitted row=%d origin=%s tokens=%d",
+            prompt.ordinal, prompt.origin, prompt.num_tokens,
         )  # fmt: skip
 
     async def reject(self, row: Prompt | BadRow, refused: Refusal, *, source: int) -> None:
@@ -64,6 +64,7 @@ class RowRecorder:
                 detail=refused.detail,
             )
         )
+        logger.info("refused row=%d reason=%s: %s", row.ordinal, refused.reason, refused.detail)
         self._count_failed(row, refused.reason, refused.detail)
         if self.counters.rows.failed % self._rejections_per_commit == 0:
             # Nothing else holds back the reading of a file of bad rows.
@@ -74,7 +75,11 @@ class RowRecorder:
         self.counters.retried += 1
         self._owner.post(Retried(ordinal=prompt.ordinal, attempts=attempts))
         logger.info(
-            "attempt failed row=%d attempt=%d: %s", prompt.ordinal, attempts, failure.detail
+            "retry row=%d attempt=%d reason=%s: %s",
+            prompt.ordinal,
+            attempts,
+            failure.reason,
+            failure.detail,
         )
 
     def lose(self, prompt: Prompt, *, attempts: int) -> None:
@@ -111,20 +116,23 @@ class RowRecorder:
                 attempts=attempts,
             )
         )
+        logger.info(
+            "given up row=%d attempts=%d reason=%s: %s",
+            prompt.ordinal, attempts, failure.reason, failure.detail,
+        )  # fmt: skip
         self._count_failed(prompt, failure.reason, failure.detail)
 
     def _count_failed(self, row: Prompt | BadRow, reason: Reason, detail: str) -> None:
         self.counters.rows.failed_by_reason[reason] += 1
-        logger.info("given up row=%d reason=%s: %s", row.ordinal, reason, detail)
         if reason in ASKED_FOR:
             return
         if self.counters.rows.failed <= SHOWN_FAILURES:
             self._reporter.report(
-                f"{row.source}:{row.line}: {reason}: {detail}",
+                f"{row.origin}: {reason}: {detail}",
                 event="row_failed",
                 level="warning",
-                source=row.source,
-                line=row.line,
+                source=row.origin.source,
+                line=row.origin.line,
                 row=row.ordinal,
                 reason=reason,
                 detail=detail,
@@ -142,9 +150,13 @@ def planned_row(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
     return Planned(origin=_origin_of(prompt, source), prompt=_facts_of(prompt), detail=detail)
 
 
-def _origin_of(row: Prompt | BadRow, source: int) -> RowOrigin:
-    return RowOrigin(
-        ordinal=row.ordinal, source=source, line=row.line, label=row.label, part=row.part
+def _origin_of(row: Prompt | BadRow, source: int) -> SourceRow:
+    return SourceRow(
+        ordinal=row.ordinal,
+        source=source,
+        line=row.origin.line,
+        label=row.label,
+        part=row.origin.part,
     )
 
 

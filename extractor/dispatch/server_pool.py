@@ -88,7 +88,6 @@ class ServerPool:
             dump_timeout_s=options.patience.dump_timeout_s,
             death_shows_s=timings.dispatch.death_shows_s,
         )
-        self._lost: list[Connection] = []
         targets = [server.target for server in self.servers if server.target is not None]
         #: A target that each server must match, and the limits that every prompt was admitted by.
         self.reference = targets[0]
@@ -175,7 +174,8 @@ class ServerPool:
 
     async def close(self) -> None:
         """Leave nothing of ours with the servers or under the dump root, whatever ended the run."""
-        await asyncio.gather(*(connection.close() for connection in (*self._up, *self._lost)))
+        starts = (start for server in self.servers for start in server.starts)
+        await asyncio.gather(*(start.close() for start in starts))
 
     # --- servers that come and go ------------------------------------------------------------
 
@@ -244,7 +244,6 @@ class ServerPool:
     async def _lose(self, server: Server, connection: Connection, error: ServerError) -> None:
         # In this order, and without a pause: whoever waits must find everything decided.
         server.connection = None
-        self._lost.append(connection)
         has_died = (
             isinstance(error, ServerGone)
             and connection.lane.health.state is not HealthState.STOPPING

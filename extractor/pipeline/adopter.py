@@ -16,7 +16,7 @@ from extractor.dumps.collector import remove_dumps_of_the_dead
 from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import DumpPiece, Rank, disown
 from extractor.intake.prompt_stream import in_thread
-from extractor.pipeline.data_set import DataSet, Intake
+from extractor.pipeline.open_data_set import Intake, OpenDataSet
 from prompts.stream import read_prompts
 from prompts.types import Prompt
 
@@ -25,7 +25,7 @@ from prompts.types import Prompt
 class Adopter:
     """Runs before the collectors, which remove every dump that nobody waits for."""
 
-    data_set: DataSet
+    data_set: OpenDataSet
     intake: Intake
     tasks: PromptTasks
     dump_root: Path

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from extractor import __version__
 from extractor.core.errors import UsageError, exit_code, message_of
 from extractor.core.humanize import amount, counted
+from extractor.core.version import __version__
 from extractor.dumps.discovery import require_dump_directory
 from extractor.dumps.dump_reader import Rank
 from extractor.servers.cleanup import find_leftovers, find_waiting, remove_leftovers

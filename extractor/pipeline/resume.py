@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from extractor import __version__
 from extractor.core.counters import Counters
 from extractor.core.errors import ConfigMismatch
 from extractor.core.identity import Identity
 from extractor.core.run_options import RunOptions
+from extractor.core.version import __version__
 from manifest.records import Source
 from manifest.row_changes import PROMPT_CHANGED
 from manifest.store import Store
@@ -104,12 +104,14 @@ async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunSt
 
     Unchanged if the user set another time, or the data set has none.
     """
-    if state.is_new or options.input.reading.now is not None:
+    if state.is_new or options.input.reading.template.now is not None:
         return options
     moment = (await begun_with_identity(owner)).reading.get(NOW)
     if moment is None:
         return options
-    reading = replace(options.input.reading, now=parse_moment(str(moment)))
+    reading = options.input.reading
+    template = replace(reading.template, now=parse_moment(str(moment)))
+    reading = replace(reading, template=template)
     return replace(options, input=replace(options.input, reading=reading))
 
 
@@ -188,7 +190,7 @@ async def _require_same_prompts(
         now = f"{item.num_tokens} tokens" if isinstance(item, Prompt) else item.reason
         libraries = (await owner.call(Store.identity)).get(LIBRARIES, {})
         raise ConfigMismatch(
-            f"{out}: {item.source}:{item.line}: row {item.ordinal} gives another prompt than the "
+            f"{out}: {item.origin}: row {item.ordinal} gives another prompt than the "
             f"one that is stored: {before.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
             + _other_versions(libraries)
             + (CLOCK_ADVICE if renderer.now else "")

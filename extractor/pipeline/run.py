@@ -33,7 +33,7 @@ from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
 from extractor.dumps.discovery import require_dump_directory
 from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
 from extractor.intake.prompt_stream import renderer_for
-from extractor.pipeline.data_set import DataSet, Intake
+from extractor.pipeline.open_data_set import Intake, OpenDataSet
 from extractor.pipeline.resume import (
     NOW,
     RunState,
@@ -64,16 +64,17 @@ logger = logging.getLogger(__name__)
 
 
 async def run(
-    options: RunOptions, reporter: Reporter, *, timings: Timings = DEFAULT_TIMINGS
+    options: RunOptions, reporter: Reporter | None = None, *, timings: Timings = DEFAULT_TIMINGS
 ) -> RunSummary:
     """Extract every row of the input; returns when each is stored or failed.
 
-    Raises an ExtractorError (or a leaf package's error) when it cannot; samples stored until then
-    are kept, and the same call resumes.
+    SIGINT, SIGTERM and SIGHUP stop it, in the main thread. Raises an ExtractorError (or a leaf
+    package's error) when it cannot go on; samples stored until then are kept, and the same call
+    resumes.
     """
     require_connections(options.load.concurrency, num_servers=len(options.servers.urls))
     out = options.output.directory
-    reporter = Together(reporter)
+    reporter = Together() if reporter is None else Together(reporter)
     try:
         files = await asyncio.to_thread(_scan, options, timings.store)
     except asyncio.CancelledError:
@@ -204,7 +205,7 @@ class _Extraction:
                 return await self._summary()
             self._announce(identity, targets)
             await self._probe(servers, provenance, run_id=state.run_id)
-            data_set = DataSet(
+            data_set = OpenDataSet(
                 identity=identity, provenance=provenance, owner=owner, state=state, left=left
             )
             session = Session(

@@ -28,7 +28,7 @@ from extractor.dispatch.server_pool import ServerPool
 from extractor.dispatch.suspects import Suspects
 from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of
 from extractor.pipeline.adopter import Adopter
-from extractor.pipeline.data_set import DataSet, Intake
+from extractor.pipeline.open_data_set import Intake, OpenDataSet
 from extractor.servers.shm_budget import shm_budget
 from extractor.shards.mover_pool import MoverPool
 from extractor.shards.writer import ShardSettings
@@ -43,7 +43,7 @@ class Session:
         self,
         *,
         options: RunOptions,
-        data_set: DataSet,
+        data_set: OpenDataSet,
         servers: Sequence[Server],
         reporter: Reporter,
         timings: Timings,
@@ -75,7 +75,9 @@ class Session:
         limits = self._pool.limits
         self._budget = Budget(
             shm_budget(self._pool.ranks, options.load.shm_budget_bytes, limits=limits),
-            max_holders=max_prompts(self._pool.request_limit),
+            max_holders=max_prompts(
+                self._pool.request_limit, group_samples=timings.store.group_samples
+            ),
         )
         self._movers = MoverPool(
             ShardSettings(output=options.output, identity=data_set.identity),

@@ -48,9 +48,9 @@ class Shown:
         item = self.item
         document: dict[str, Any] = {
             "row": item.ordinal,
-            "source": item.source,
-            "line": item.line,
-            "part": item.part,
+            "source": item.origin.source,
+            "line": item.origin.line,
+            "part": item.origin.part,
             "label": item.label,
         }
         if isinstance(item, BadRow):
@@ -77,10 +77,10 @@ class Shown:
     def to_text(self, *, colours: bool, ids: bool) -> str:
         """What `extractor show` prints."""
         item = self.item
-        place = f"{item.source}:{item.line}"
+        place = str(item.origin)
         lines = [("row", f"{item.ordinal:,} of {self.num_rows:,}"), ("where", place)]
-        if item.part is not None:
-            lines.append(("part", f"{item.part}"))
+        if item.origin.part is not None:
+            lines.append(("part", f"{item.origin.part}"))
         if item.label is not None:
             lines.append(("label", item.label))
         if isinstance(item, BadRow):
@@ -128,8 +128,8 @@ def show_row(words: Sequence[Path], renderer: Renderer, number: int) -> Shown:
         rows = raw_rows(files, renderer.options, skip=lambda ordinal: ordinal != number)
         with closing(rows):
             item = renderer.prompt_from(next(rows))
-        if item.source == str(Path(scratch) / STDIN_NAME):
-            item = replace(item, source=STDIN)
+        if item.origin.source == str(Path(scratch) / STDIN_NAME):
+            item = replace(item, origin=replace(item.origin, source=STDIN))
     return Shown(item=item, num_rows=num_rows, runs=_runs(item, renderer))
 
 

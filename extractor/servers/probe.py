@@ -24,7 +24,7 @@ from extractor.servers.canary import canary_ids as canary_new_ids
 from extractor.servers.canary import encode_canary
 from extractor.servers.client import Client
 from extractor.servers.target import Target
-from prompts.types import Prompt
+from prompts.types import Prompt, RowOrigin
 
 PROBE_TOKENS = 5
 
@@ -70,8 +70,7 @@ def probe_request(run_id: str, input_ids: npt.NDArray[np.int32]) -> Request:
     """A request that belongs to no row, so that its dump never becomes a sample."""
     prompt = Prompt(
         ordinal=0,
-        source="probe",
-        line=0,
+        origin=RowOrigin(source="probe", line=0),
         label=None,
         input_ids=input_ids,
         loss_mask=np.zeros(len(input_ids), dtype=np.uint8),

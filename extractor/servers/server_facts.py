@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from extractor import __version__
 from extractor.core.identity import Identity
+from extractor.core.version import __version__
 from server_patch.dump_format import MODEL_KEYS, Ready
 
 Facts = Mapping[str, Any]

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from extractor import __version__
 from extractor.core.humanize import table
 from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME
+from extractor.core.version import __version__
 from extractor.shards.format import SHARD_FORMAT_VERSION
 from manifest.records import ServerStart
 

@@ -1,6 +1,12 @@
 """`python -m extractor.testing`: the fake server as a process."""
 
+# ruff: noqa: E402 - our packages first
 from __future__ import annotations
+
+from extractor.core.own_packages import put_first
+
+put_first()
+
 
 import argparse
 import asyncio

@@ -203,6 +203,11 @@ async def test_many_at_once_keep_their_rows_apart(talk: Talk) -> None:
         assert found == ids
 
 
+@pytest.mark.parametrize(
+    "server",
+    ["fake", pytest.param("real", marks=[pytest.mark.sglang, pytest.mark.smoke])],
+    indirect=True,
+)
 def test_a_run_over_mixed_lengths_verifies_clean(
     tmp_path: Path, tool: Tool, server: Server
 ) -> None:

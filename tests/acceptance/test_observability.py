@@ -23,7 +23,7 @@ from extractor.status.live_file import read_live
 from extractor.status.overview import read_status
 from manifest.states import State
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

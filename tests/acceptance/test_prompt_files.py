@@ -24,7 +24,9 @@ from manifest.states import State
 from prompts.inputs import RawRow
 from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
-from prompts.types import Prompt
+from prompts.types import Prompt, RowOrigin
+
+pytestmark = pytest.mark.slow
 
 USER = {"role": "user", "content": "hello there"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "w", "arguments": '{"city": "X"}'}}
@@ -125,7 +127,7 @@ def test_files_of_every_kind_become_verified_samples(
     assert sorted(samples) == [n for n in range(len(ROWS)) if n != BAD]
     for ordinal, sample in samples.items():
         data = orjson.dumps(ROWS[ordinal])
-        row = RawRow(ordinal=ordinal, source="x", line=1, data=data)
+        row = RawRow(ordinal=ordinal, origin=RowOrigin(source="x", line=1), data=data)
         prompt = renderer.prompt_from(row)
         assert isinstance(prompt, Prompt)
         if ordinal == LONG:
@@ -174,7 +176,11 @@ def test_standard_input_is_resumed_with_and_without_it(
     renderer = Renderer.load(str(tokenizer), ReadingOptions(thinking=Thinking.EXPAND))
     for part, sample in read_samples(out).items():
         prompt = renderer.prompt_from(
-            RawRow(ordinal=part, source="-", line=1, data=data.encode(), part=part)
+            RawRow(
+                ordinal=part,
+                origin=RowOrigin(source="-", line=1, part=part),
+                data=data.encode(),
+            )
         )
         assert isinstance(prompt, Prompt)
         assert sample.mask == tuple(prompt.loss_mask.tolist())

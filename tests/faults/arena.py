@@ -29,6 +29,7 @@ from helpers import dumps_under, make_prompts, quick, read_samples, rows_of, wri
 
 import extractor.cli.main
 from extractor.core.timings import Timings
+from extractor.dispatch.budget import max_prompts
 from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import FaultPlan, no_faults
 from faults.steps import Fault, install, patch
@@ -39,18 +40,22 @@ PATIENCE_S = 60.0
 NUM_PROMPTS = 24
 CONCURRENCY = 4
 SHARD_BYTES = 40_000  # about six samples
-#: A prompt's task outlives its request, so twice as many are under way; and one probe a session.
-MOST_IN_FLIGHT = 2 * CONCURRENCY + 1
+GROUP_SAMPLES = 2
+#: Prompts in progress, and one probe a session.
+MOST_IN_FLIGHT = max_prompts(CONCURRENCY, group_samples=GROUP_SAMPLES) + 1
 
 
 def as_if_large(**groups: dict[str, Any]) -> Timings:
     """Timings of `helpers.quick`, with samples handled as large ones are.
 
-    Samples as small as these would be read with their headers and go to one mover. The harder case
-    is that of dumps that wait in their files, and of several open shards.
+    Samples as small as these would be read with their headers, be all on their way at once, and go
+    to one mover. The harder case is that of dumps that wait in their files, of prompts that wait
+    for those before them, and of several open shards.
     """
     groups["collect"] = {"whole_bytes": 0, **groups.get("collect", {})}
-    groups["store"] = {"undivided_bytes": 0, **groups.get("store", {})}
+    groups["store"] = {
+        "undivided_bytes": 0, "group_samples": GROUP_SAMPLES, **groups.get("store", {}),
+    }  # fmt: skip
     return quick(**groups)
 
 

@@ -64,7 +64,9 @@ async def test_a_new_server_leaves_dumps_that_a_run_may_adopt(dump_root: Path) -
     assert not empty.parent.exists()
 
 
-@pytest.mark.parametrize(("pid", "is_left"), [(os.getpid(), False), (2**22 + 1, True)])
+@pytest.mark.parametrize(
+    ("pid", "is_left"), [(os.getpid(), False), (2**22 + 1, True)], ids=["alive", "dead"]
+)
 def test_a_plugin_that_gave_up_is_cleaned_behind_when_its_server_is_dead(
     dump_root: Path, pid: int, is_left: bool
 ) -> None:

@@ -46,6 +46,7 @@ def sound(out: Path) -> dict[str, Any]:
     return content(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_damage_that_changes_content_is_never_called_clean(
     out: Path, sound: dict[str, Any], part: int
@@ -61,6 +62,7 @@ def test_damage_that_changes_content_is_never_called_clean(
     assert content(out) == sound
 
 
+@pytest.mark.slow
 def test_damage_to_the_files_of_a_killed_run_ends_in_a_verdict(tmp_path: Path, out: Path) -> None:
     unfinished = Path(shutil.copytree(out, tmp_path / "out"))
     unseal(unfinished)

@@ -184,7 +184,9 @@ async def test_the_faster_server_gets_more(
 async def test_servers_that_capture_something_else_are_refused_by_name_and_field(
     tmp_path: Path, dump_root: Path, notes: Notes, path: Path, told: str, model: dict[str, Any]
 ) -> None:
-    one, other = FakeServer(dump_root), FakeServer(dump_root, model=FakeModel(**model))
+    one, other = FakeServer(dump_root), FakeServer(dump_root)
+    for name, value in model.items():
+        setattr(other.model, name, value)
     async with one.running(), other.running():
         options = options_of([one, other], dump_root, path, tmp_path / "out")
         with pytest.raises(ConfigMismatch) as caught:

@@ -20,7 +20,7 @@ from extractor.shards.mover import Mover
 from extractor.shards.sequence import ShardSequence
 from extractor.shards.writer import ShardSettings, ShardWriter
 from integration.test_shards import Dumps
-from manifest.records import Change, Planned, PromptFacts, RowOrigin, Source
+from manifest.records import Change, Planned, PromptFacts, Source, SourceRow
 from manifest.states import State
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
@@ -45,7 +45,7 @@ async def owner_of(path: Path, prompts: Sequence[Prompt]) -> StoreOwner:
     for prompt in prompts:
         await owner.commit(
             Planned(
-                origin=RowOrigin(ordinal=prompt.ordinal, source=0, line=1),
+                origin=SourceRow(ordinal=prompt.ordinal, source=0, line=1),
                 prompt=PromptFacts(key=prompt.key, num_tokens=prompt.num_tokens, num_trained=0),
             )
         )

@@ -32,7 +32,7 @@ from manifest.exceptions import PromptChanged
 from manifest.store import Store
 from prompts import render
 from prompts.ambient import parse_moment
-from prompts.reading_options import ReadingOptions
+from prompts.reading_options import ReadingOptions, TemplateOptions
 from prompts.render import Renderer
 from prompts.tokenizer import ChatTokenizer
 
@@ -67,9 +67,8 @@ def at(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
 def wishes(
     server: FakeServer, prompts: Path, out: Path, *, now: str | None = None, **changes: Any
 ) -> RunOptions:
-    reading = ReadingOptions(
-        chat_template=WITH_CLOCK, now=None if now is None else parse_moment(now)
-    )
+    moment = None if now is None else parse_moment(now)
+    reading = ReadingOptions(template=TemplateOptions(text=WITH_CLOCK, now=moment))
     return options_for(
         server, prompts, out, tokenizer=str(prompts.parent / "tokenizer"), reading=reading,
         concurrency=1, **changes,
@@ -160,7 +159,8 @@ async def test_a_template_without_a_clock_binds_no_time(
     async with FakeServer(dump_root).running() as server:
         for moment in (FIRST, LATER):
             options = wishes(server, prompts, out, now=moment)
-            plain = replace(options.input.reading, chat_template=None)
+            reading = options.input.reading
+            plain = replace(reading, template=replace(reading.template, text=None))
             await run(changed(options, reading=plain), notes)
     assert stated_time(out) is None
 

@@ -30,9 +30,9 @@ from manifest.records import (
     Rejected,
     Retried,
     Row,
-    RowOrigin,
     Shard,
     Source,
+    SourceRow,
     Stored,
     StoredSample,
 )
@@ -47,8 +47,8 @@ SHARD = Shard(
 )  # fmt: skip
 
 
-def origin(ordinal: int) -> RowOrigin:
-    return RowOrigin(ordinal=ordinal, source=0, line=ordinal + 1)
+def origin(ordinal: int) -> SourceRow:
+    return SourceRow(ordinal=ordinal, source=0, line=ordinal + 1)
 
 
 def planned(ordinal: int, key: str | None = None) -> Planned:

@@ -30,22 +30,24 @@ from manifest.records import (
     Rejected,
     Relocated,
     Retried,
-    RowOrigin,
     Shard,
     Source,
+    SourceRow,
     Stored,
     StoredSample,
 )
 from manifest.states import TRANSITIONS, Event, IllegalTransition, Reason, State
 from manifest.store import Store
 
+pytestmark = pytest.mark.slow
+
 ROWS = 6
 SIZE = 100
 REASONS = st.sampled_from([Reason.CACHED, Reason.NONFINITE, Reason.KILLS_SERVER])
 
 
-def origin(ordinal: int) -> RowOrigin:
-    return RowOrigin(ordinal=ordinal, source=0, line=1)
+def origin(ordinal: int) -> SourceRow:
+    return SourceRow(ordinal=ordinal, source=0, line=1)
 
 
 def sample_at(shard: int, offset: int) -> StoredSample:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from manifest.exceptions import ManifestError, ManifestSpaceError
-from manifest.records import Change, Planned, PromptFacts, Retried, RowOrigin, Source
+from manifest.records import Change, Planned, PromptFacts, Retried, Source, SourceRow
 from manifest.states import IllegalTransition
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
@@ -18,7 +18,7 @@ from manifest.writer_thread import StoreOwner
 
 def planned(ordinal: int) -> Planned:
     return Planned(
-        origin=RowOrigin(ordinal=ordinal, source=0, line=1),
+        origin=SourceRow(ordinal=ordinal, source=0, line=1),
         prompt=PromptFacts(key=str(ordinal), num_tokens=1, num_trained=0),
     )
 

@@ -327,7 +327,7 @@ def share_cache(monkeypatch: pytest.MonkeyPatch, *, attempts: int) -> None:
 
     def shared(self: Request) -> bytes:
         document = orjson.loads(to_json(self))
-        is_probe = self.prompt.source == "probe"
+        is_probe = self.prompt.origin.source == "probe"
         if not is_probe and int(self.rid.rpartition("-")[2]) <= attempts:
             del document["extra_key"]
         return orjson.dumps(document)
@@ -400,7 +400,7 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
     given_up: list[str] = []
 
     async def impatient(self: Client, request: Request) -> ReplyFacts | Failure:
-        if request.prompt.source == "probe" or given_up:
+        if request.prompt.origin.source == "probe" or given_up:
             return await generate(self, request)
         with present(faults / SLOW):
             answer = asyncio.create_task(generate(self, request))
@@ -444,7 +444,7 @@ def test_prompts_that_another_client_aborts_are_sent_again_at_no_cost(
         (faults / SLOW).unlink()
 
     async def disturbed(self: Client, request: Request) -> ReplyFacts | Failure:
-        if request.prompt.source != "probe":
+        if request.prompt.origin.source != "probe":
             sent.append(request.rid)
             if len(sent) == len(prompts):
                 aborting.append(asyncio.create_task(asyncio.to_thread(abort_all)))

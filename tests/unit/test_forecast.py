@@ -11,7 +11,7 @@ from extractor.core.request import Limits, dump_bytes
 from extractor.core.row_policy import Policy
 from extractor.pipeline.forecast import SAMPLED, DryRun, Forecast, Speed
 from extractor.shards.format import MAX_ROOM_BYTES, header_room, sample_bytes, samples_that_fit
-from prompts.types import BadRow, RowReason
+from prompts.types import BadRow, RowOrigin, RowReason
 
 LIMITS = Limits(max_prompt_tokens=1000, vocab_size=5000, chunk_tokens=64)
 GENEROUS = 1 << 40
@@ -40,7 +40,13 @@ def forecast_of(
 def test_counts_tokens_and_reasons_add_up() -> None:
     forecast = forecast_of([5, 1001, 1])
     forecast.add(
-        BadRow(ordinal=3, source="a", line=4, label=None, reason=RowReason.BAD_JSON, detail="x")
+        BadRow(
+            ordinal=3,
+            origin=RowOrigin(source="a", line=4),
+            label=None,
+            reason=RowReason.BAD_JSON,
+            detail="x",
+        )
     )
     assert (forecast.rows.total, forecast.rows.num_prompts, forecast.rows.num_tokens) == (4, 2, 6)
     assert forecast.rows.by_reason == {"too_long": 1, "bad_json": 1}

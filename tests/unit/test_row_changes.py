@@ -20,14 +20,14 @@ from manifest.records import (
     Relocated,
     Retried,
     Row,
-    RowOrigin,
+    SourceRow,
     Stored,
     StoredSample,
 )
 from manifest.row_changes import RowBatch, Rows
 from manifest.states import IllegalTransition, Reason, State
 
-ORIGIN = RowOrigin(ordinal=7, source=1, line=3, label='"a"', part=1)
+ORIGIN = SourceRow(ordinal=7, source=1, line=3, label='"a"', part=1)
 PROMPT = PromptFacts(key="k", num_tokens=5, num_trained=2, alterations=("cut", "dropped"))
 UNALTERED_PROMPT = replace(PROMPT, alterations=())
 OTHER_PROMPT = PromptFacts(key="other", num_tokens=6, num_trained=2)

@@ -113,6 +113,7 @@ torch.distributed.barrier()  # the engine's next collective
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["all", "writer"])
 def test_real_processes_agree_and_meet_in_the_next_collective(tmp_path: Path, who: str) -> None:
     """Also when only one rank writes, so that only that rank waits for the others."""

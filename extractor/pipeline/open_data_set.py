@@ -16,7 +16,7 @@ from prompts.types import BadRow, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSet:
+class OpenDataSet:
     """What is stored, and what earlier sessions left to do."""
 
     identity: Identity
@@ -39,4 +39,4 @@ class Intake:
 
     def source_of(self, row: Prompt | BadRow) -> int:
         """The number of the file that the row is from."""
-        return self._numbers[row.source]
+        return self._numbers[row.origin.source]
