@@ -1,5 +1,4 @@
-"""Predicts the size of a run from its rows: counts, lengths, bytes. Pure; memory does not grow
-with the number of rows."""
+"""Predicts the size of a run from its rows. Pure; memory does not grow with their number."""
 
 from __future__ import annotations
 
