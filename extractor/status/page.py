@@ -111,11 +111,7 @@ def _title(look: Look) -> Text:
     )
     if look.begun is not None:
         identity = look.begun.identity
-        title.append(
-            f"\n{identity.model.path}: boundaries {list(identity.boundaries)}, "
-            f"last {identity.last_kind}, {identity.model.dtype}",
-            style="dim",
-        )
+        title.append(f"\n{identity.model.path}: {identity.capture_text}", style="dim")
     return title
 
 
