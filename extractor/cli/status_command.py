@@ -46,10 +46,7 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
     status = read_status(out, all_failures=all_failures)
     begun, identity = status.begun, status.begun.identity
     click.echo(f"{out}: {standing(status.look)}")
-    click.echo(
-        f"{identity.model.path}: boundaries {list(identity.boundaries)}, "
-        f"last {identity.last_kind}, {identity.model.dtype}"
-    )
+    click.echo(f"{identity.model.path}: {identity.capture_text}")
     live = status.look.live
     now = None if live is None else live.session["now"]
     click.echo(totals_table(begun.totals, num_unread=begun.num_unread, now=now))

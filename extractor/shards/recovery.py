@@ -32,7 +32,7 @@ from manifest.writer_thread import StoreOwner
 
 @dataclass(frozen=True, kw_only=True)
 class OpenShard:
-    """A shard that takes more samples, and those it has, in file order."""
+    """A shard that takes more samples, and its samples, in file order."""
 
     shard: Shard
     rows: tuple[StoredRow, ...]
@@ -40,7 +40,7 @@ class OpenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciled:
-    """What earlier sessions left."""
+    """The shards that earlier sessions left."""
 
     open_shards: tuple[OpenShard, ...]
     lost: tuple[int, ...]  # ordinals of stored samples whose bytes are gone; PLANNED again
