@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.command import Failed, add_server, command_parser, number_from, run_command
 from benchmarks.load import prefill_s, random_prompts
-from extractor.core.run_options import RunOptions
+from extractor.core.run_options import Input, RunOptions, Servers
 from extractor.dumps.collector import Collector
 from extractor.servers.canary import Comparison, compare, ids_of
 from extractor.servers.client import Client
@@ -56,7 +56,7 @@ async def load(target: Target) -> AsyncIterator[None]:
             prompts = random_prompts(
                 BESIDE,
                 num_tokens=BESIDE_TOKENS,
-                vocab_size=target.ready.vocab_size,
+                vocab_size=target.ready.model.vocab_size,
                 generator=generator,
             )
             await prefill_s(target.url, prompts, concurrency=BESIDE)
@@ -84,12 +84,14 @@ def line(name: str, comparisons: Sequence[Comparison]) -> str:
 async def measure(
     url: str, root: Path, *, rounds: int, keep: Path | None, against: Path | None
 ) -> None:
-    options = RunOptions(prompts=(Path("none"),), server_urls=(url,), dump_root=root)
+    options = RunOptions(
+        input=Input(paths=(Path("none"),)), servers=Servers(urls=(url,), dump_root=root)
+    )
     reference = None if against is None else against.read_bytes()
     ids = None if reference is None else ids_of(reference).tolist()
     async with Client(url, concurrency=BESIDE + 1, request_timeout_s=600.0) as client:
         target = await require_target(client, options)
-        print(f"{target.ready.model_path}: {facts_of(target.ready)}")
+        print(f"{target.ready.model.path}: {facts_of(target.ready)}")
         alone = await canaries(client, target, rounds, ids)
         if reference is None:
             reference = alone[0]

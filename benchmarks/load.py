@@ -16,7 +16,7 @@ from extractor.core.request import Request
 from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import Rank
 from extractor.servers.client import Client
-from prompts.types import Prompt
+from prompts.types import Prompt, RowOrigin
 
 
 def serving_ranks(dump_root: Path) -> tuple[Rank, ...]:
@@ -34,8 +34,7 @@ def random_prompts(
     return [
         Prompt(
             ordinal=ordinal,
-            source="random",
-            line=ordinal + 1,
+            origin=RowOrigin(source="random", line=ordinal + 1),
             label=None,
             input_ids=generator.integers(3, vocab_size, size=num_tokens, dtype=np.int32),
             loss_mask=np.ones(num_tokens, dtype=np.uint8),
@@ -50,7 +49,7 @@ def prompts_for(dump_root: Path, count: int, *, num_tokens: int) -> list[Prompt]
     return random_prompts(
         count,
         num_tokens=num_tokens,
-        vocab_size=serving_ranks(dump_root)[0].ready.vocab_size,
+        vocab_size=serving_ranks(dump_root)[0].ready.model.vocab_size,
         generator=np.random.default_rng(0),
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 # Few and small: until `main` runs, a signal ends the process in Python's own way.
 import os
 import signal
-import sys
+
+from extractor.core.own_packages import put_first
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,9 +16,12 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # `errors.Interrupted.exit_code`, without its imports
 
+# Here, so that worker processes do it, too: they import this module before anything else of ours.
+put_first()
+
 
 def main() -> NoReturn:
-    """The command line. Importing it takes seconds, in which signals end it in order too."""
+    """Run the command line. Its import takes a second, in which a signal ends the process, too."""
     try:
         _handle_signals(_end_at_once)
         from extractor.cli.main import main as command_line
@@ -37,17 +41,9 @@ def _handle_signals(handler: Callable[[int, FrameType | None], Any]) -> None:
 
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
-    """End the process: not by an exception, which an import may take for its own failure."""
-    message = "interrupted"
+    """End the process, without an exception: an import may take one for its own failure."""
     try:
-        from extractor.core.log_line import asks_for_objects, log_line
-
-        if asks_for_objects(sys.argv[1:], os.environ):
-            message = log_line(message, event="error", level="error", exit_status=INTERRUPTED)
-    except Exception:
-        pass  # the signal came in the midst of importing these very modules
-    try:
-        os.write(2, f"{message}\n".encode())
+        os.write(2, b"interrupted\n")
     except OSError:
         pass  # nobody reads it
     os._exit(INTERRUPTED)

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final
 
-from prompts.conversation_parser import Turn
+from prompts.conversation_parser import ChatTurn
 from prompts.thinking import THINK_END, THINK_START, answer_of, reasoning_of, with_answer
 from prompts.token_offsets import Span
 from prompts.tokenizer import ChatTokenizer
@@ -51,7 +51,7 @@ class Rendering:
     """Turns and what the chat template made of them."""
 
     tokenizer: ChatTokenizer
-    turns: Sequence[Turn]
+    turns: Sequence[ChatTurn]
     tools: Sequence[Any]
     text: str = field(repr=False)
     generation_prompt: bool
@@ -122,7 +122,7 @@ class SpanFinder:
         ]
 
 
-def _plain_span(text: str, start: int, turn: Turn, marker: str) -> Span | None:
+def _plain_span(text: str, start: int, turn: ChatTurn, marker: str) -> Span | None:
     if turn.tool_calls or reasoning_of(turn):
         return None
     for content in (turn.content, turn.content.strip()):
@@ -198,7 +198,7 @@ def _frame_of(tokenizer: ChatTokenizer) -> Frame | None:
     if not header:
         return None
     word = "standin"
-    turns = [Turn(role="user", content="Hi"), Turn(role="assistant", content=word)]
+    turns = [ChatTurn(role="user", content="Hi"), ChatTurn(role="assistant", content=word)]
     turns += turns
     try:
         text = tokenizer.render(turns, generation_prompt=False)
@@ -288,7 +288,7 @@ class _Locator:
                     return token
         raise self._failure("ends")
 
-    def _end_of(self, turns: Sequence[Turn], *, generation_prompt: bool) -> int | None:
+    def _end_of(self, turns: Sequence[ChatTurn], *, generation_prompt: bool) -> int | None:
         """Where the first turns end in the text, if the text begins as they alone render."""
         if len(turns) == len(self._turns):
             return len(self._text)
@@ -298,7 +298,7 @@ class _Locator:
             return None
         return len(head) if self._text.startswith(head) else None
 
-    def _around_stand_in(self, turns: Sequence[Turn], *, as_content: bool) -> tuple[str, str]:
+    def _around_stand_in(self, turns: Sequence[ChatTurn], *, as_content: bool) -> tuple[str, str]:
         """What the template writes before and after a stand-in for this turn in `turns`.
 
         The stand-in takes the place of the content, or of the last call's arguments: what comes
@@ -345,7 +345,7 @@ class _Locator:
             return None
         return len(before) + middle.index(answer) if middle.strip() == answer else None
 
-    def _render(self, turns: Sequence[Turn], *, generation_prompt: bool) -> str:
+    def _render(self, turns: Sequence[ChatTurn], *, generation_prompt: bool) -> str:
         return self._tokenizer.render(
             turns, generation_prompt=generation_prompt, tools=self._rendering.tools
         )
@@ -355,7 +355,7 @@ class _Locator:
         return RowError(RowReason.MASK_FAILED, detail)
 
 
-def is_shown(turn: Turn, shown: str) -> bool:
+def is_shown(turn: ChatTurn, shown: str) -> bool:
     """Whether what every template shows of an assistant turn is there: answer, calls."""
     return answer_of(turn).strip() in shown and all(
         call_is_shown(call, shown) for call in turn.tool_calls

@@ -8,7 +8,7 @@ from dataclasses import replace
 import orjson
 
 from prompts.assistant_spans import Rendering, SpanFinder, answer_start, is_shown, without_thinking
-from prompts.conversation_parser import Conversation, Turn
+from prompts.conversation_parser import ChatTurn, Conversation
 from prompts.reading_options import ReadingOptions, Thinking, Tools
 from prompts.thinking import (
     THINK_END,
@@ -95,7 +95,7 @@ class ConversationReader:
             self.alterations.add(Alteration.THINKING_HIDDEN)
         marked = [
             spans[index]
-            if self._options.train_thinking
+            if self._options.training.reasoning
             else without_thinking(rendering, index, spans[index])
             for index in trained
         ]
@@ -106,7 +106,7 @@ class ConversationReader:
             return True
         return self._options.thinking is Thinking.EXPAND and index == answers[-1]
 
-    def _rendering(self, turns: Sequence[Turn]) -> Rendering:
+    def _rendering(self, turns: Sequence[ChatTurn]) -> Rendering:
         generation_prompt = turns[-1].role != "assistant"
         text = self._tokenizer.render(turns, generation_prompt=generation_prompt, tools=self._tools)
         rendering = Rendering(
@@ -183,7 +183,7 @@ class ConversationReader:
                 position = found + len(content)
 
 
-def _apart(turn: Turn) -> Turn:
+def _apart(turn: ChatTurn) -> ChatTurn:
     """The turn with its reasoning in a separate field if its answer merely mentions a tag.
 
     Otherwise templates would cut the answer at that tag.

@@ -37,7 +37,7 @@ UNSUPPORTED_FIELDS: Final = ("image", "images", "video", "videos", "audio", "aud
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
+class ChatTurn:
     """One turn; `content` is kept to the last space, and blank only beside tool calls."""
 
     role: Role
@@ -58,7 +58,7 @@ class Turn:
 class Conversation:
     """Turns to be rendered with the chat template; a user turn comes before any assistant turn."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
     tools: tuple[Any, ...] = ()  # definitions, as the template takes them
     alterations: frozenset[Alteration] = frozenset()
 
@@ -82,7 +82,9 @@ def read_turns(
     )
 
 
-def _turn(index: int, value: object, options: ReadingOptions, alterations: set[Alteration]) -> Turn:
+def _turn(
+    index: int, value: object, options: ReadingOptions, alterations: set[Alteration]
+) -> ChatTurn:
     if not isinstance(value, dict):
         detail = f"turn {index} is {kind_of(value)}, not an object"
         raise RowError(RowReason.BAD_CONTENT, detail)
@@ -98,7 +100,7 @@ def _turn(index: int, value: object, options: ReadingOptions, alterations: set[A
         raise RowError(RowReason.UNSUPPORTED_FIELD, f"{where}: {key} outside an assistant turn")
     trained = is_trained(where, role, value, options.ignored_columns)
     _check_parts(where, value, role, trained, options)
-    return Turn(
+    return ChatTurn(
         role=role,
         content=_content(where, value, may_be_empty=bool(tool_calls)),
         reasoning=reasoning,
@@ -197,10 +199,10 @@ def _plain_text(where: str, content: object) -> str:
 
 
 def _ordered(
-    turns: tuple[Turn, ...], options: ReadingOptions, alterations: set[Alteration]
-) -> tuple[Turn, ...]:
+    turns: tuple[ChatTurn, ...], options: ReadingOptions, alterations: set[Alteration]
+) -> tuple[ChatTurn, ...]:
     """Further order rules (strict alternation, one system turn) are the chat template's to make."""
-    kept: list[Turn] = []
+    kept: list[ChatTurn] = []
     for index, turn in enumerate(turns):
         if turn.role == "user":
             return (*kept, *turns[index:])
@@ -217,7 +219,7 @@ def _ordered(
     raise RowError(RowReason.BAD_ORDER, "there is no user turn")
 
 
-def _with_system(row: Mapping[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+def _with_system(row: Mapping[str, Any], turns: tuple[ChatTurn, ...]) -> tuple[ChatTurn, ...]:
     texts = set()
     for field in SYSTEM_FIELDS:
         if (value := row.get(field)) is None:
@@ -236,4 +238,4 @@ def _with_system(row: Mapping[str, Any], turns: tuple[Turn, ...]) -> tuple[Turn,
         return turns
     if len(texts) > 1:
         raise RowError(RowReason.CONFLICTING_FIELDS, f"{' and '.join(SYSTEM_FIELDS)} disagree")
-    return (Turn(role="system", content=texts.pop()), *turns)
+    return (ChatTurn(role="system", content=texts.pop()), *turns)

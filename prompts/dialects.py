@@ -36,7 +36,7 @@ MAX_NAMES: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
+class RenderedText:
     """Text that is already rendered: to be tokenised as it is."""
 
     text: str
@@ -52,7 +52,7 @@ class Ids:
     alterations: frozenset[Alteration] = frozenset()
 
 
-Item = Conversation | Text | Ids
+Item = Conversation | RenderedText | Ids
 #: Returns None where the row is not of this dialect, raises `RowError` where it is, but broken.
 Dialect = Callable[[Row, ReadingOptions], Item | None]
 
@@ -468,14 +468,14 @@ def _one_turn(row: Row, field: str, options: ReadingOptions) -> Conversation:
     return read_turns(row, [{"role": "user", "content": text}], options)
 
 
-def _text(row: Row, options: ReadingOptions) -> Text | None:
+def _text(row: Row, options: ReadingOptions) -> RenderedText | None:
     if (text := row.get("text")) is None:
         return None
     if not isinstance(text, str):
         raise RowError(RowReason.BAD_CONTENT, f"text is {kind_of(text)}, not a string")
     if not text.strip():
         raise RowError(RowReason.EMPTY_PROMPT, "text is empty")
-    return Text(text=text)
+    return RenderedText(text=text)
 
 
 def _nothing(field: str) -> Any:

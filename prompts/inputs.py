@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prompts.compression import explained
 from prompts.formats import open_container
-from prompts.types import InputError
+from prompts.types import InputError, RowOrigin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +28,8 @@ class RawRow:
     """One row, not parsed yet; or one of the parts that it expands to."""
 
     ordinal: int  # position among the rows (or parts) of all files, from 0
-    source: str  # path of the file, as it was given
-    line: int  # line in that file, or the row's number where it has no lines; from 1
+    origin: RowOrigin
     data: bytes  # JSON
-    part: int | None = None  # which of the row's parts, from 0; None where rows are not expanded
 
 
 #: How many prompts a row's JSON is to give, at least 1.
@@ -84,18 +82,17 @@ def _read(
                 yield (
                     None
                     if data is None
-                    else RawRow(ordinal=ordinal, source=file.path, line=line, data=data)
+                    else RawRow(
+                        ordinal=ordinal, origin=RowOrigin(source=file.path, line=line), data=data
+                    )
                 )
             return
         ordinal = first
         for line, data in container.rows(lambda index: False):
             assert data is not None
             for part in range(count_parts(data)):
-                yield (
-                    None
-                    if skip(ordinal)
-                    else RawRow(ordinal=ordinal, source=file.path, line=line, data=data, part=part)
-                )
+                origin = RowOrigin(source=file.path, line=line, part=part)
+                yield (None if skip(ordinal) else RawRow(ordinal=ordinal, origin=origin, data=data))
                 ordinal += 1
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import orjson
 
-from prompts.conversation_parser import REASONING_KEYS, Turn
+from prompts.conversation_parser import REASONING_KEYS, ChatTurn
 from prompts.tools import ToolCall
 
 
@@ -50,12 +50,12 @@ PROBE_THOUGHT: Final = "probe_thought"
 PROBE_IDS: Final = ("a1b2c3d4e", f"functions.{PROBE_TOOL}:0")
 
 
-def as_messages(turns: Sequence[Turn], form: MessageForm) -> list[dict[str, Any]]:
+def as_messages(turns: Sequence[ChatTurn], form: MessageForm) -> list[dict[str, Any]]:
     """One dict a turn, with the keys that the turn has a value for."""
     return [_message(turn, form) for turn in turns]
 
 
-def _message(turn: Turn, form: MessageForm) -> dict[str, Any]:
+def _message(turn: ChatTurn, form: MessageForm) -> dict[str, Any]:
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.reasoning is not None:
         message[form.reasoning_key] = turn.reasoning
@@ -79,13 +79,13 @@ def _call(call: ToolCall, form: MessageForm) -> dict[str, Any]:
     return document if call.id is None else {"id": call.id, **document}
 
 
-def probe_turns(call_id: str) -> list[Turn]:
+def probe_turns(call_id: str) -> list[ChatTurn]:
     """A conversation with a tool call."""
     call = ToolCall(name=PROBE_TOOL, arguments={"probe_key": "probe_value"}, id=call_id)
     return [
-        Turn(role="user", content="Hi"),
-        Turn(role="assistant", content="", tool_calls=(call,)),
-        Turn(role="tool", content="probe_result", name=PROBE_TOOL, tool_call_id=call_id),
+        ChatTurn(role="user", content="Hi"),
+        ChatTurn(role="assistant", content="", tool_calls=(call,)),
+        ChatTurn(role="tool", content="probe_result", name=PROBE_TOOL, tool_call_id=call_id),
     ]
 
 

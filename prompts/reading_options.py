@@ -49,6 +49,23 @@ class Tools(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Training:
+    """What the loss mask marks."""
+
+    answers: Train = Train.ALL
+    reasoning: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions:
+    """The chat template, and the values that it gets besides the row."""
+
+    text: str | None = None  # instead of the model's
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # JSON values, by name
+    now: datetime | None = None  # with an offset; None: the time at which it is loaded
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
     """Raises `InputError` for values that cannot be meant."""
 
@@ -58,17 +75,11 @@ class ReadingOptions:
     role_map: Mapping[str, str] = field(default_factory=dict)  # a row's role name -> ours
     thinking: Thinking = Thinking.TEMPLATE
     leading: Leading = Leading.REJECT
-    train: Train = Train.ALL
-    train_thinking: bool = True
+    training: Training = Training()
     tools: Tools = Tools.KEEP
     #: Names to ignore: columns, and keys of turns that are about training.
     ignored_columns: tuple[str, ...] = ()
-    template_kwargs: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # JSON values, for the template
-    chat_template: str | None = None  # its text, instead of the model's
-    #: The time that the chat template gets, with an offset; None: the time at which it is loaded.
-    now: datetime | None = None
+    template: TemplateOptions = field(default_factory=TemplateOptions)
 
     def __post_init__(self) -> None:
         if len(self.fields) > 2 or not all(self.fields):
@@ -82,7 +93,7 @@ class ReadingOptions:
     @property
     def trains_last_only(self) -> bool:
         """Whether only the last assistant turn is marked: an expanded row's others have parts."""
-        return self.train is Train.LAST or self.thinking is Thinking.EXPAND
+        return self.training.answers is Train.LAST or self.thinking is Thinking.EXPAND
 
     def to_document(self) -> dict[str, Any]:
         """The options, JSON-ready, without the chat template and the time.
@@ -90,14 +101,14 @@ class ReadingOptions:
         The template's digest is kept elsewhere; only some templates read the time
         (see `Renderer.now`).
         """
-        kwargs = orjson.dumps(dict(self.template_kwargs), option=orjson.OPT_SORT_KEYS)
+        kwargs = orjson.dumps(dict(self.template.kwargs), option=orjson.OPT_SORT_KEYS)
         return {
             "fields": list(self.fields),
             "role_map": dict(sorted(self.role_map.items())),
             "thinking": self.thinking.value,
             "leading": self.leading.value,
-            "train": self.train.value,
-            "train_thinking": self.train_thinking,
+            "train": self.training.answers.value,
+            "train_thinking": self.training.reasoning,
             "tools": self.tools.value,
             "ignore_column": sorted(set(self.ignored_columns)),
             "template_kwargs": orjson.loads(kwargs),

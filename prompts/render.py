@@ -13,8 +13,8 @@ import xxhash
 from prompts.ambient import current_moment
 from prompts.assistant_spans import SpanFinder
 from prompts.conversation import ConversationReader, up_to_answer
-from prompts.conversation_parser import Turn
-from prompts.dialects import Ids, Text, check_parts, decode_row, label_of, read_item
+from prompts.conversation_parser import ChatTurn
+from prompts.dialects import Ids, RenderedText, check_parts, decode_row, label_of, read_item
 from prompts.inputs import RawRow
 from prompts.reading_options import DEFAULTS, ReadingOptions
 from prompts.thinking import THINK_END
@@ -65,21 +65,17 @@ class Renderer:
         `bound`: texts far longer than it are not tokenised whole. A prompt may still exceed it.
         """
         #: Always with a time, so that all processes use the same.
-        self.options = options if options.now else replace(options, now=current_moment())
+        self.options = options
+        if options.template.now is None:
+            frozen = replace(options.template, now=current_moment())
+            self.options = replace(options, template=frozen)
         self.bound = bound
         #: What another process can load the same tokenizer from; None where it was handed over.
         self.source: str | None = None
         self._tokenizer: ChatTokenizer | None = None
         self._finder: SpanFinder | None = None
         if tokenizer is not None:
-            self._use(
-                ChatTokenizer(
-                    tokenizer,
-                    template=options.chat_template,
-                    template_kwargs=options.template_kwargs,
-                    now=self.options.now,
-                )
-            )
+            self._use(ChatTokenizer(tokenizer, self.options.template))
 
     @classmethod
     def load(
@@ -95,11 +91,7 @@ class Renderer:
         renderer.source = path_or_name
         renderer._use(
             ChatTokenizer.load(
-                path_or_name,
-                trust_remote_code=trust_remote_code,
-                template=options.chat_template,
-                template_kwargs=options.template_kwargs,
-                now=renderer.options.now,
+                path_or_name, renderer.options.template, trust_remote_code=trust_remote_code
             )
         )
         return renderer
@@ -130,8 +122,8 @@ class Renderer:
         """The time that the chat template gets, in ISO 8601; None if it does not read the clock."""
         if self._tokenizer is None or not self._tokenizer.reads_clock:
             return None
-        assert self.options.now is not None
-        return self.options.now.isoformat()
+        assert self.options.template.now is not None
+        return self.options.template.now.isoformat()
 
     @property
     def vocab_size(self) -> int | None:
@@ -168,7 +160,7 @@ class Renderer:
             if self._tokenizer is None or self._finder is None:
                 detail = "needs a tokenizer: pass --tokenizer"
                 raise RowError(RowReason.RENDER_FAILED, detail)
-            if isinstance(item, Text):
+            if isinstance(item, RenderedText):
                 self._check_length([item.text])
                 return _Draft(
                     row=row,
@@ -176,9 +168,9 @@ class Renderer:
                     text=item.text,
                     alterations=_remarks(self._tokenizer, item.text),
                 )
-            if row.part is not None:
+            if row.origin.part is not None:
                 check_parts(item, len(row.data))
-                item = up_to_answer(item, row.part)
+                item = up_to_answer(item, row.origin.part)
             self._check_length(list(map(_shown_of, item.turns)))
             reader = ConversationReader(self._tokenizer, self._finder, self.options, item)
             text, spans = reader.text_and_spans()
@@ -232,10 +224,8 @@ class Renderer:
             return _bad_row(row, draft.label, exc)
         return Prompt(
             ordinal=row.ordinal,
-            source=row.source,
-            line=row.line,
+            origin=row.origin,
             label=draft.label,
-            part=row.part,
             input_ids=ids,
             loss_mask=mask,
             alterations=tuple(sorted(alterations)),
@@ -260,16 +250,14 @@ class Renderer:
 def _bad_row(row: RawRow, label: str | None, error: RowError) -> BadRow:
     return BadRow(
         ordinal=row.ordinal,
-        source=row.source,
-        line=row.line,
+        origin=row.origin,
         label=label,
-        part=row.part,
         reason=error.reason,
         detail=error.detail,
     )
 
 
-def _shown_of(turn: Turn) -> str:
+def _shown_of(turn: ChatTurn) -> str:
     """The text of a turn that every template renders, even one that drops reasoning."""
     return turn.content.rpartition(THINK_END)[2] if turn.role == "assistant" else turn.content
 

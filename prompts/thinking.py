@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from prompts.conversation_parser import Turn
+from prompts.conversation_parser import ChatTurn
 
 THINK_START: Final = "<think>"
 THINK_END: Final = "</think>"
@@ -30,7 +30,7 @@ _BLOCKS: Final = (
 )
 
 
-def reasoning_of(turn: Turn) -> str:
+def reasoning_of(turn: ChatTurn) -> str:
     """The turn's reasoning without the space around it; empty where it has none."""
     if turn.role != "assistant":
         return ""
@@ -40,26 +40,26 @@ def reasoning_of(turn: Turn) -> str:
     return "" if found is None else turn.content[slice(*found[0])].strip()
 
 
-def answer_of(turn: Turn) -> str:
+def answer_of(turn: ChatTurn) -> str:
     """The turn's content after its reasoning."""
     found = _split(turn.content) if turn.role == "assistant" else None
     return turn.content if found is None else turn.content[slice(*found[1])]
 
 
-def without_reasoning(turn: Turn) -> Turn:
+def without_reasoning(turn: ChatTurn) -> ChatTurn:
     """The same turn, as if the assistant had not thought."""
     if turn.role != "assistant":
         return turn
     return replace(turn, reasoning=None, content=answer_of(turn))
 
 
-def with_answer(turn: Turn, answer: str) -> Turn:
+def with_answer(turn: ChatTurn, answer: str) -> ChatTurn:
     """The turn with another answer after the same reasoning."""
     start, end = (0, len(turn.content)) if (found := _split(turn.content)) is None else found[1]
     return replace(turn, content=turn.content[:start] + answer + turn.content[end:])
 
 
-def with_reasoning_apart(turn: Turn) -> Turn:
+def with_reasoning_apart(turn: ChatTurn) -> ChatTurn:
     """The turn with its reasoning, possibly empty, moved to the reasoning field.
 
     Most templates that support the field then use the content unchanged.
@@ -83,7 +83,7 @@ def only_mentions_tags(answer: str) -> bool:
     return True
 
 
-def with_reasoning_inlined(turn: Turn) -> Turn:
+def with_reasoning_inlined(turn: ChatTurn) -> ChatTurn:
     """The turn with its reasoning at the start of its content, in the form that models generate."""
     reasoning = reasoning_of(turn)
     if not reasoning or (not turn.reasoning and turn.content.lstrip().startswith(THINK_START)):

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class TokenPlaces:
     """Where a text's tokens lie in it, as the tokenizer tells. Asked for only what is needed."""
 
     all: Callable[[], Sequence[Span]]  # of each token
@@ -30,7 +30,7 @@ class Encoding:
 
     text: str
     ids: Sequence[int]  # [N]
-    places: Places | None  # None where the tokenizer does not know
+    places: TokenPlaces | None  # None where the tokenizer does not know
     encode_ids: Callable[[str], list[int]]  # what gave `ids` for `text`
 
     @cached_property
@@ -81,7 +81,7 @@ def _count_before(encoding: Encoding, position: int) -> int:
     return int(np.searchsorted(encoding.begins, position, side="left"))
 
 
-def _count_at_border(places: Places, position: int) -> int | None:
+def _count_at_border(places: TokenPlaces, position: int) -> int | None:
     """The same where one token ends and the next begins exactly there: no other is looked at."""
     token = places.token_at(position)
     if not token:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import datetime
 from functools import cached_property
 from importlib import metadata
 from itertools import pairwise
@@ -20,7 +19,7 @@ import orjson
 import xxhash
 
 from prompts.ambient import CLOCK, clock_at, current_moment, draws_at_random, reads_clock
-from prompts.conversation_parser import REASONING_KEYS, Turn
+from prompts.conversation_parser import REASONING_KEYS, ChatTurn
 from prompts.messages import (
     PROBE_DEFINITION,
     PROBE_IDS,
@@ -32,8 +31,9 @@ from prompts.messages import (
     probe_turns,
     shows_tool_call,
 )
+from prompts.reading_options import TemplateOptions
 from prompts.token_bound import BYTES_PER_TOKEN, MAX_WHOLE_CHARS
-from prompts.token_offsets import Encoding, Places, Span
+from prompts.token_offsets import Encoding, Span, TokenPlaces
 from prompts.types import RowError, RowReason, TokenizerError
 
 GENERATION_BLOCK: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -59,24 +59,17 @@ class ChatTokenizer:
     def __init__(
         self,
         hf_tokenizer: Any,
-        *,
-        template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        now: datetime | None = None,
+        template: TemplateOptions,
     ) -> None:
-        """`hf_tokenizer`: a transformers tokenizer. Raises `TokenizerError` if jinja2 is missing.
-
-        `template` replaces the model's own; `template_kwargs` are passed to it by name. `now`: the
-        time that it gets; None: the current time.
-        """
+        """`hf_tokenizer`: one of transformers. Raises `TokenizerError` if jinja2 is missing."""
         self._hf = hf_tokenizer
         # Only the tokenizers library says where in a text its tokens lie.
         self._is_fast = bool(getattr(hf_tokenizer, "is_fast", False))
-        self.template = _template_of(hf_tokenizer) if template is None else template
-        self._kwargs = dict(template_kwargs or {})
+        self.template = _template_of(hf_tokenizer) if template.text is None else template.text
+        self._kwargs = dict(template.kwargs)
         if self.reads_clock:
             # A value of this name overrides the function that transformers passes.
-            self._kwargs.setdefault(CLOCK, clock_at(now or current_moment()))
+            self._kwargs.setdefault(CLOCK, clock_at(template.now or current_moment()))
         self.has_generation_blocks = bool(GENERATION_BLOCK.search(self.template or ""))
         #: What asking for a generation prompt adds: the header of an assistant turn, or nothing.
         self.generation_prompt = ""
@@ -90,11 +83,9 @@ class ChatTokenizer:
     def load(
         cls,
         path_or_name: str,
+        template: TemplateOptions,
         *,
         trust_remote_code: bool = False,
-        template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        now: datetime | None = None,
     ) -> ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
@@ -118,7 +109,7 @@ class ChatTokenizer:
             raise TokenizerError(
                 f"{path_or_name}: the tokenizer knows no words: {remedy}. {_WITHOUT}"
             )
-        return cls(hf_tokenizer, template=template, template_kwargs=template_kwargs, now=now)
+        return cls(hf_tokenizer, template)
 
     def __len__(self) -> int:
         """The vocabulary size, added tokens included."""
@@ -150,7 +141,7 @@ class ChatTokenizer:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the chat template writes tool definitions."""
-        turns = [Turn(role="user", content="Hi")]
+        turns = [ChatTurn(role="user", content="Hi")]
         try:
             text = self.render(turns, generation_prompt=True, tools=[PROBE_DEFINITION])
         except RowError:
@@ -189,14 +180,14 @@ class ChatTokenizer:
         return xxhash.xxh3_128_hexdigest(orjson.dumps(state, option=orjson.OPT_SORT_KEYS))
 
     def render(
-        self, turns: Sequence[Turn], *, generation_prompt: bool, tools: Sequence[Any] = ()
+        self, turns: Sequence[ChatTurn], *, generation_prompt: bool, tools: Sequence[Any] = ()
     ) -> str:
         """The turns as the model's chat template writes them. Raises `RowError` (render_failed)."""
         return self._render(turns, self._form, generation_prompt=generation_prompt, tools=tools)
 
     def _render(
         self,
-        turns: Sequence[Turn],
+        turns: Sequence[ChatTurn],
         form: MessageForm,
         *,
         generation_prompt: bool = False,
@@ -222,7 +213,7 @@ class ChatTokenizer:
 
     def generation_spans(
         self,
-        turns: Sequence[Turn],
+        turns: Sequence[ChatTurn],
         text: str,
         *,
         generation_prompt: bool,
@@ -257,7 +248,7 @@ class ChatTokenizer:
         return self._encoding(text, self._encode_fast(text))
 
     def _encoding(self, text: str, encoded: Any) -> Encoding:
-        places = Places(
+        places = TokenPlaces(
             all=lambda: encoded.offsets,
             token_at=encoded.char_to_token,
             of_token=encoded.token_to_chars,
@@ -344,7 +335,7 @@ class ChatTokenizer:
         return encode_slowly
 
     def _probe(self) -> str:
-        turns = [Turn(role="user", content="Hi")]
+        turns = [ChatTurn(role="user", content="Hi")]
         try:
             opened = self._render(turns, MessageForm(), generation_prompt=True)
             closed = self._render(turns, MessageForm())
@@ -360,8 +351,8 @@ class ChatTokenizer:
         for key in REASONING_KEYS:
             trial = replace(form, reasoning_key=key, takes_reasoning=True)
             turns = [
-                Turn(role="user", content="Hi"),
-                Turn(role="assistant", content="Hello", reasoning=PROBE_THOUGHT),
+                ChatTurn(role="user", content="Hi"),
+                ChatTurn(role="assistant", content="Hello", reasoning=PROBE_THOUGHT),
             ]
             if PROBE_THOUGHT in self._trial(turns, trial):
                 return trial
@@ -369,12 +360,12 @@ class ChatTokenizer:
 
     def _shows_tool_call(self, form: MessageForm) -> bool:
         texts = [self._trial(probe_turns(call_id), form) for call_id in PROBE_IDS]
-        plain = self._trial([Turn(role="user", content="Hi")], form)
+        plain = self._trial([ChatTurn(role="user", content="Hi")], form)
         return any(
             shows_tool_call(text) and text.count("None") <= plain.count("None") for text in texts
         )
 
-    def _trial(self, turns: Sequence[Turn], form: MessageForm) -> str:
+    def _trial(self, turns: Sequence[ChatTurn], form: MessageForm) -> str:
         try:
             return self._render(turns, form)
         except RowError:

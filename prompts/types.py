@@ -131,17 +131,27 @@ class RowError(Exception):
         self.detail = detail
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowOrigin:
+    """Where a row was read."""
+
+    source: str  # path of the input file, as it was given
+    line: int  # line in that file, or the row's number where it has no lines; from 1
+    part: int | None = None  # which of the prompts that its row expands to, from 0
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
     """One input row, rendered and tokenised. N is at least 1."""
 
     ordinal: int  # position among the non-blank rows of all input files, from 0
-    source: str  # path of the input file, as it was given
-    line: int  # line in that file, from 1
+    origin: RowOrigin
     label: str | None  # the row's own id as JSON text, so that 1 and "1" stay apart
     input_ids: npt.NDArray[np.int32]  # [N], exactly what the model is sent
     loss_mask: npt.NDArray[np.uint8]  # [N], 1 on the tokens a drafter learns to predict
-    part: int | None = None  # which of the prompts that its row expands to, from 0
     alterations: tuple[Alteration, ...] = ()  # sorted, each once
     has_answer: bool = False  # whether an assistant's turn was to be trained
     is_beginning: bool = False  # covers only the beginning of a longer text
@@ -187,12 +197,10 @@ class BadRow:
     """One input row that gives no prompt, and why. Fields as in `Prompt` and `RowError`."""
 
     ordinal: int
-    source: str
-    line: int
+    origin: RowOrigin
     label: str | None
     reason: RowReason
     detail: str
-    part: int | None = None
 
 
 def prompt_key(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer]) -> str:

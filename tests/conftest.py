@@ -6,15 +6,10 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import Notes
 from hypothesis import settings
-
-import extractor.dispatch.health
-import extractor.pipeline.session
-from extractor.dispatch.retry import RetryPolicy
 
 # The commands that tests start inherit what `nohup` ignores, and a run respects that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -37,18 +32,6 @@ def dump_root(tmp_path: Path) -> Path:
     root = tmp_path / "dumps"
     root.mkdir()
     return root
-
-
-@pytest.fixture
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries follow each other without the usual seconds in between."""
-    quick = {"base_delay_s": 0.001, "max_delay_s": 0.01}
-
-    def policy(**values: Any) -> RetryPolicy:
-        return RetryPolicy(**{**values, **quick})
-
-    monkeypatch.setattr(extractor.pipeline.session, "RetryPolicy", policy)
-    monkeypatch.setattr(extractor.dispatch.health, "RetryPolicy", policy)
 
 
 @pytest.fixture(scope="session")

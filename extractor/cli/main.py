@@ -14,7 +14,6 @@ from typing import NoReturn
 
 import click
 
-from extractor import __version__
 from extractor.cli.console import report, tell_error
 from extractor.cli.doctor_command import doctor_command
 from extractor.cli.options import Commands
@@ -24,6 +23,8 @@ from extractor.cli.show_command import show_command
 from extractor.cli.status_command import status_command
 from extractor.cli.verify_command import verify_command
 from extractor.core.errors import Interrupted, exit_code, first_known, message_of
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
+from extractor.core.version import __version__
 
 
 @click.group(
@@ -58,12 +59,12 @@ for command in (
     cli.add_command(command)
 
 
-def main() -> NoReturn:
+def main(timings: Timings = DEFAULT_TIMINGS) -> NoReturn:
     """Entry point of `extractor`: errors as messages on stderr, and the exit status."""
     verbose = bool({"-v", "--verbose"} & set(sys.argv[1:2]))
     try:
         # Not standalone, click returns what `context.exit` was given instead of exiting.
-        status = cli.main(standalone_mode=False)
+        status = cli.main(standalone_mode=False, obj=timings)
     except click.ClickException as error:
         tell_error(error.format_message(), exit_status=error.exit_code, otherwise=error.show)
         sys.exit(error.exit_code)

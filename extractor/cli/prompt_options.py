@@ -16,7 +16,15 @@ from extractor.core.bounds import MAX_COUNT
 from extractor.core.errors import UsageError
 from extractor.core.row_policy import OnBadRow, OnDuplicate, OnTooLong, Policy
 from prompts.ambient import parse_moment
-from prompts.reading_options import Leading, ReadingOptions, Thinking, Tools, Train
+from prompts.reading_options import (
+    Leading,
+    ReadingOptions,
+    TemplateOptions,
+    Thinking,
+    Tools,
+    Train,
+    Training,
+)
 from prompts.tokenizer import check_template
 from prompts.types import InputError, TokenizerError
 
@@ -184,13 +192,16 @@ def reading_from(values: dict[str, Any]) -> ReadingOptions:
         role_map=dict(map(_role_pair, values.pop("role_maps"))),
         thinking=Thinking(values.pop("thinking")),
         leading=Leading(values.pop("leading")),
-        train=Train(values.pop("train")),
-        train_thinking=values.pop("train_thinking"),
+        training=Training(
+            answers=Train(values.pop("train")), reasoning=values.pop("train_thinking")
+        ),
         tools=Tools(values.pop("tools")),
         ignored_columns=tuple(values.pop("ignored_columns")),
-        template_kwargs={} if kwargs is None else _json_object("--template-kwargs", kwargs),
-        chat_template=None if template is None else _text_of(template),
-        now=None if now is None else _moment(now),
+        template=TemplateOptions(
+            text=None if template is None else _text_of(template),
+            kwargs={} if kwargs is None else _json_object("--template-kwargs", kwargs),
+            now=None if now is None else _moment(now),
+        ),
     )
 
 

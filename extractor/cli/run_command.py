@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,27 @@ from extractor.core.bounds import MAX_COUNT, MAX_MOVERS, MAX_TOKENIZER_WORKERS
 from extractor.core.errors import UsageError
 from extractor.core.events import Reporter
 from extractor.core.locations import DEFAULT_OUT
-from extractor.core.run_options import DEFAULT_SHARD_BYTES, RunOptions
+from extractor.core.run_options import (
+    DEFAULT_SHARD_BYTES,
+    Input,
+    Load,
+    Output,
+    Patience,
+    RunOptions,
+    Servers,
+)
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.pipeline.dry_run import dry_run as dry_run_of
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.run import run
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import any_server_answers, free_port, running_server
-from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, ServeOptions
+from extractor.servers.sglang_flags import (
+    DEFAULT_LAST_KIND,
+    DEFAULT_LAYERS,
+    EngineOptions,
+    PluginOptions,
+    ServeOptions,
+)
 from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
 from extractor.status.reporters import Together, reporter_for
 
@@ -182,6 +199,7 @@ def run_command(
     PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, told by
     their content; patterns; directories of Hugging Face data sets; or - for standard input.
     """
+    timings = context.find_object(Timings) or DEFAULT_TIMINGS
     reporter: Reporter = reporter_for(as_json=log_json)
     if metrics_host is not None and metrics_port is None:
         raise UsageError(
@@ -189,18 +207,33 @@ def run_command(
         )
     arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
     options = RunOptions(
-        prompts=prompts,
-        server_urls=server_urls or (DEFAULT_SERVER_URL,),
-        model=model,
-        layers=layers,
-        last_kind=last_kind,
-        num_movers=num_movers or min(8, max(2, (os.cpu_count() or 1) // 4)),
-        reading=reading_from(values),
-        policy=policy_from(values),
-        **values,
+        input=Input(
+            paths=prompts,
+            reading=reading_from(values),
+            policy=policy_from(values),
+            tokenizer=values["tokenizer"],
+            tokenizer_workers=values["tokenizer_workers"],
+        ),
+        output=Output(directory=values["out"], shard_bytes=values["shard_bytes"]),
+        servers=Servers(
+            urls=server_urls or (DEFAULT_SERVER_URL,),
+            dump_root=values["dump_root"],
+            model=model,
+            layers=layers,
+            last_kind=last_kind,
+        ),
+        load=Load(
+            concurrency=values["concurrency"],
+            shm_budget_bytes=values["shm_budget_bytes"],
+            num_movers=num_movers or min(8, max(2, (os.cpu_count() or 1) // 4)),
+        ),
+        patience=Patience(**{field.name: values[field.name] for field in fields(Patience)}),
+        retry_failed=values["retry_failed"],
+        allow_model_change=values["allow_model_change"],
     )
     if dry_run:
-        result = run_async(dry_run_of(options, reporter))
+        work = dry_run_of(options, reporter, timings=timings)
+        result = run_async(work, timings=timings.stop)
         if as_json:
             print_json(result.to_document())
         else:
@@ -209,12 +242,12 @@ def run_command(
     serve_options = None
     if model is not None:
         serve_options = ServeOptions(
-            model=model,
-            port=free_port(),
-            dump_root=options.dump_root,
-            layers=layers or DEFAULT_LAYERS,
-            last_kind=last_kind or DEFAULT_LAST_KIND,
-            arguments=arguments,
+            engine=EngineOptions(model=model, port=free_port(), arguments=arguments),
+            plugin=PluginOptions(
+                dump_root=options.servers.dump_root,
+                layers=layers or DEFAULT_LAYERS,
+                last_kind=last_kind or DEFAULT_LAST_KIND,
+            ),
         )
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")
@@ -226,27 +259,35 @@ def run_command(
             )
             reporter.report(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
-        summary = run_async(_run(options, serve_options, reporter, is_named=bool(server_urls)))
+        summary = run_async(
+            _run(options, serve_options, reporter, timings, is_named=bool(server_urls)),
+            timings=timings.stop,
+        )
     status = 1 if summary.num_failed else 0
-    document = summary.to_document(options.out)
+    document = summary.to_document(options.output.directory)
     if log_json:
         # For programs only: a person reads the summary.
         reporter.report("finished", event="finished", exit_status=status, **document)
     if as_json:
         print_json(document)
     else:
-        click.echo(summary.to_text(options.out))
+        click.echo(summary.to_text(options.output.directory))
     context.exit(status)
 
 
 async def _run(
-    options: RunOptions, serve_options: ServeOptions | None, reporter: Reporter, *, is_named: bool
+    options: RunOptions,
+    serve_options: ServeOptions | None,
+    reporter: Reporter,
+    timings: Timings,
+    *,
+    is_named: bool,
 ) -> RunSummary:
-    if serve_options is None or await any_server_answers(options.server_urls):
-        return await run(options, reporter)
+    if serve_options is None or await any_server_answers(options.servers.urls):
+        return await run(options, reporter, timings=timings)
     if is_named:
         reporter.report(
-            f"no server answers at {', '.join(options.server_urls)}; starting one of our own"
+            f"no server answers at {', '.join(options.servers.urls)}; starting one of our own"
         )
-    async with running_server(serve_options, report=reporter.report) as server:
-        return await run(options.with_server(server.url), reporter)
+    async with running_server(serve_options, report=reporter.report, timings=timings) as server:
+        return await run(options.with_server(server.url), reporter, timings=timings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -20,8 +21,16 @@ from extractor.cli.options import (
     seconds_option,
 )
 from extractor.core.errors import ServerError
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.servers.launcher import free_port, running_server
-from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PRESETS, ServeOptions
+from extractor.servers.sglang_flags import (
+    DEFAULT_LAST_KIND,
+    DEFAULT_LAYERS,
+    PRESETS,
+    EngineOptions,
+    PluginOptions,
+    ServeOptions,
+)
 
 
 @click.command("serve", cls=PassingCommand)
@@ -82,11 +91,16 @@ from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PR
 def serve_command(
     context: click.Context,
     /,
+    model: str,
     host: str,
     port: int,
+    radix_cache: bool,
+    preset: str,
     layers: str | None,
     last_kind: str | None,
-    **values: Any,
+    log_path: Path | None,
+    stall_s: float,
+    **plugin: Any,
 ) -> None:
     """Start SGLang with the plugin; print its address on stdout when it is ready.
 
@@ -94,18 +108,26 @@ def serve_command(
     process tree.
     """
     options = ServeOptions(
-        port=port or free_port(host),
-        host=host,
-        layers=layers or DEFAULT_LAYERS,
-        last_kind=last_kind or DEFAULT_LAST_KIND,
-        arguments=context.meta[SGLANG_ARGUMENTS],
-        **values,
+        engine=EngineOptions(
+            model=model,
+            host=host,
+            port=port or free_port(host),
+            radix_cache=radix_cache,
+            preset=preset,
+            arguments=context.meta[SGLANG_ARGUMENTS],
+        ),
+        plugin=PluginOptions(
+            layers=layers or DEFAULT_LAYERS, last_kind=last_kind or DEFAULT_LAST_KIND, **plugin
+        ),
+        log_path=log_path,
+        stall_s=stall_s,
     )
-    run_async(_serve(options))
+    timings = context.find_object(Timings) or DEFAULT_TIMINGS
+    run_async(_serve(options, timings), timings=timings.stop)
 
 
-async def _serve(options: ServeOptions) -> NoReturn:
-    async with running_server(options, report=report) as server:
+async def _serve(options: ServeOptions, timings: Timings) -> NoReturn:
+    async with running_server(options, report=report, timings=timings) as server:
         click.echo(server.url)
         sys.stdout.flush()
         status = await server.process.wait()

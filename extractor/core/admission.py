@@ -129,7 +129,7 @@ def _longest(policy: Policy, limits: Limits | None) -> int | None:
 
 def _stop(row: Prompt | BadRow, reason: str, detail: str, option: str) -> RowRefused:
     return RowRefused(
-        f"{row.source}:{row.line}: {reason}: {detail}. Mend the row, or leave {option} out. "
+        f"{row.origin}: {reason}: {detail}. Mend the row, or leave {option} out. "
         "What was stored stays; the same command goes on."
     )
 

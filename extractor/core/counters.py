@@ -1,8 +1,8 @@
-"""The run in numbers: what is counted, how fast it goes, and how long each stage takes. Pure.
+"""Counts a session's rows, bytes and requests, its speed, and the duration of each stage. Pure.
 
-There is one `Counters` to a session. The progress bar, the report, `.live.json` (which
-`extractor status --watch` reads) and the metrics all show it; nothing is counted twice. Memory does
-not grow with what is counted.
+There is one `Counters` per session. The progress bar, the report, `.live.json` (which
+`extractor status --watch` reads) and the metrics all show it; nothing is counted twice. Its memory
+is bounded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from extractor.core.histogram import Durations
@@ -18,7 +18,7 @@ from manifest.states import Reason
 
 
 class Stage(StrEnum):
-    """What a prompt passes through, and what is timed of it."""
+    """A part of a prompt's way from sending to storing, whose duration is measured."""
 
     REQUEST = "request"  # from sending a prompt to its answer; failed requests are left out
     ARRIVAL = "arrival"  # from the answer to the last piece of the dump
@@ -38,7 +38,8 @@ def new_stages() -> Stages:
 
 
 class Pace:
-    """Speed of late: over the last `window_s` seconds, from totals noted now and then.
+    """The session's age, and its recent speed: over the last `window_s` seconds, from totals that
+    are noted from time to time.
 
     >>> pace = Pace(window_s=10.0)
     >>> for second in range(20):
@@ -48,14 +49,24 @@ class Pace:
     """
 
     def __init__(self, window_s: float = 10.0) -> None:
+        self.started = time.monotonic()
         self._window_s = window_s
         self._noted: deque[tuple[float, int, int]] = deque()
 
+    def restart(self) -> None:
+        """Count the session's age from now on."""
+        self.started = time.monotonic()
+
     def note(self, now: float, *, tokens: int, rows: int) -> None:
-        """Totals at this moment, of a clock that only goes forward."""
+        """Add the totals at this moment of a monotonic clock."""
         self._noted.append((now, tokens, rows))
         while now - self._noted[0][0] > self._window_s:
             self._noted.popleft()
+
+    @property
+    def seconds(self) -> float:
+        """Since the session started."""
+        return max(time.monotonic() - self.started, 1e-9)
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,79 +90,81 @@ class ServerNow:
     url: str
     is_up: bool  # prompts are sent to it
     in_flight: int  # requests
-    request_limit: int  # requests that may be; 0 while it is away
-    num_prompts: int  # it answered in this session
+    request_limit: int  # of them; 0 while it is away
+    num_prompts: int  # answered in this session
 
 
-@dataclass(kw_only=True)
-class Counters:
-    """The session in numbers, as they change. Owned by the run; whoever shows them only reads."""
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """The servers, the byte budget of dumps and the queues at one moment."""
 
-    num_rows: int = 0  # of all input files
-    settled_before: int = 0  # rows that earlier sessions settled
-    stored: int = 0  # samples, this session
-    failed_by_reason: Counter[Reason] = field(default_factory=Counter)  # rows, this session
-    tokens: int = 0  # of stored samples, this session
-    stored_bytes: int = 0  # this session
-    sent: int = 0  # requests, this session
-    retried: int = 0
-    stages: Stages = field(default_factory=new_stages)
-    pace: Pace = field(default_factory=Pace)
-    started: float = field(default_factory=time.monotonic)
-
-    # Of this moment, as of the last `observe`.
     servers: tuple[ServerNow, ...] = ()
-    shm_bytes: int = 0  # held of the budget: by dumps, and for prompts yet to be sent
-    peak_shm_bytes: int = 0  # the most of them at a time, this session
-    budget_bytes: int = 0  # the budget
-    budget_queue: int = 0  # prompts that wait for room in it
+    budget_bytes: int = 0
+    shm_bytes: int = 0  # of the budget: taken by dumps, and reserved for prompts to be sent
+    peak_shm_bytes: int = 0  # the maximum of that, this session
+    budget_queue: int = 0  # prompts that wait for the budget
     mover_queue: int = 0  # samples that wait for a mover
 
     @property
     def in_flight(self) -> int:
-        """Requests with the servers, all together."""
+        """Requests in flight with all servers."""
         return sum(server.in_flight for server in self.servers)
 
     @property
     def request_limit(self) -> int:
-        """Requests that may be with the servers, all together."""
+        """Maximum requests in flight with all servers."""
         return sum(server.request_limit for server in self.servers)
+
+
+@dataclass(kw_only=True)
+class InputRows:
+    """The rows of all input files, by outcome."""
+
+    total: int = 0
+    settled_before: int = 0  # in earlier sessions
+    stored: int = 0  # this session
+    failed_by_reason: Counter[Reason] = field(default_factory=Counter)  # this session
 
     @property
     def failed(self) -> int:
-        """Rows, this session."""
+        """This session."""
         return self.failed_by_reason.total()
 
     @property
     def settled(self) -> int:
+        """Over all sessions."""
         return self.settled_before + self.stored + self.failed
 
     @property
-    def seconds(self) -> float:
-        return max(time.monotonic() - self.started, 1e-9)
+    def left(self) -> int:
+        return self.total - self.settled
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """The session in numbers, as they change. Owned by the run; reporters only read it."""
+
+    rows: InputRows = field(default_factory=InputRows)
+    tokens: int = 0  # of stored samples
+    stored_bytes: int = 0
+    sent: int = 0  # requests
+    retried: int = 0
+    stages: Stages = field(default_factory=new_stages)
+    pace: Pace = field(default_factory=Pace)
+    now: Moment = Moment()  # as of the last `observe`
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
+        """The mean since the session started."""
+        return self.tokens / self.pace.seconds
 
     @property
     def bytes_per_s(self) -> float:
-        return self.stored_bytes / self.seconds
+        """The mean since the session started."""
+        return self.stored_bytes / self.pace.seconds
 
-    def observe(
-        self,
-        *,
-        servers: tuple[ServerNow, ...],
-        shm_bytes: int,
-        peak_shm_bytes: int,
-        budget_bytes: int,
-        budget_queue: int,
-        mover_queue: int,
-    ) -> None:
-        """Note how things stand at this moment, and how fast they go of late. `peak_shm_bytes`:
-        since the last start with servers."""
-        self.peak_shm_bytes = max(self.peak_shm_bytes, peak_shm_bytes)
-        self.servers = servers
-        self.shm_bytes, self.budget_bytes = shm_bytes, budget_bytes
-        self.budget_queue, self.mover_queue = budget_queue, mover_queue
-        self.pace.note(time.monotonic(), tokens=self.tokens, rows=self.settled)
+    def observe(self, now: Moment) -> None:
+        """Set `now` and update the pace. The peak is that of all moments."""
+        peak = max(self.now.peak_shm_bytes, now.peak_shm_bytes)
+        self.now = replace(now, peak_shm_bytes=peak)
+        self.pace.note(time.monotonic(), tokens=self.tokens, rows=self.rows.settled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 
+from extractor.core.timings import DEFAULT_TIMINGS, DispatchTimings
 from prompts.inputs import InputFile
 from prompts.pool import RendererPool
 from prompts.reading_options import ReadingOptions
@@ -18,10 +20,8 @@ from prompts.stream import raw_rows, read_prompts
 from prompts.token_bound import TokenBound
 from prompts.types import BadRow, Prompt
 
-#: A visit to the reading thread ends with so many prompts, or the first after so long: a turn of
-#: threads costs as much as reading a small prompt, and a large one is not to wait for others.
-READ_BATCH = 128
-READ_BATCH_S = 0.01
+logger = logging.getLogger(__name__)
+
 #: With fewer rows to do, processes cost more seconds to start than they save.
 LEAST_ROWS_FOR_WORKERS = 5000
 MAX_WORKERS = 8
@@ -62,15 +62,17 @@ def prompts_of(
         yield pool.prompts_from(raw_rows(files, renderer.options, skip=skip))
 
 
-async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncGenerator[Prompt | BadRow, None]:
+async def in_thread(
+    rows: Iterator[Prompt | BadRow], timings: DispatchTimings = DEFAULT_TIMINGS.dispatch
+) -> AsyncGenerator[Prompt | BadRow, None]:
     """The same rows, made one small batch ahead of whoever consumes them."""
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
     def next_batch() -> list[Prompt | BadRow]:
-        until = time.monotonic() + READ_BATCH_S
+        until = time.monotonic() + timings.read_s
         batch: list[Prompt | BadRow] = []
-        for row in islice(rows, READ_BATCH):
+        for row in islice(rows, timings.read_rows):
             batch.append(row)
             if time.monotonic() >= until:
                 break
@@ -80,6 +82,9 @@ async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncGenerator[Prompt | 
     try:
         while batch := await ahead:
             ahead = loop.run_in_executor(thread, next_batch)
+            if logger.isEnabledFor(logging.DEBUG):
+                first, last = batch[0].ordinal, batch[-1].ordinal
+                logger.debug("read rows=%d first=%d last=%d", len(batch), first, last)
             for row in batch:
                 yield row
     finally:

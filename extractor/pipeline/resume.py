@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from extractor import __version__
 from extractor.core.counters import Counters
 from extractor.core.errors import ConfigMismatch
 from extractor.core.identity import Identity
 from extractor.core.run_options import RunOptions
+from extractor.core.version import __version__
 from manifest.records import Source
 from manifest.row_changes import PROMPT_CHANGED
 from manifest.store import Store
@@ -74,15 +74,17 @@ class RunState:
             )
 
         state = await owner.call(read)
-        counters.num_rows = num_rows
-        counters.settled_before = state.settled.count(1) - counters.stored - counters.failed
+        counters.rows.total = num_rows
+        counters.rows.settled_before = (
+            state.settled.count(1) - counters.rows.stored - counters.rows.failed
+        )
         return state
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """These rows need work again."""
         for ordinal in ordinals:
             self.settled[ordinal] = 0
-        self.counters.settled_before -= len(ordinals)
+        self.counters.rows.settled_before -= len(ordinals)
 
     def settle(self, ordinal: int) -> None:
         """This row needs no more work."""
@@ -94,7 +96,7 @@ class RunState:
 
     @property
     def is_finished(self) -> bool:
-        return not self.is_new and self.counters.settled == self.counters.num_rows
+        return not self.is_new and self.counters.rows.settled == self.counters.rows.total
 
 
 async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunState) -> RunOptions:
@@ -102,12 +104,15 @@ async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunSt
 
     Unchanged if the user set another time, or the data set has none.
     """
-    if state.is_new or options.reading.now is not None:
+    if state.is_new or options.input.reading.template.now is not None:
         return options
     moment = (await begun_with_identity(owner)).reading.get(NOW)
     if moment is None:
         return options
-    return replace(options, reading=replace(options.reading, now=parse_moment(str(moment))))
+    reading = options.input.reading
+    template = replace(reading.template, now=parse_moment(str(moment)))
+    reading = replace(reading, template=template)
+    return replace(options, input=replace(options.input, reading=reading))
 
 
 async def begin_or_continue(
@@ -155,7 +160,6 @@ async def begin_or_continue(
     await _require_same_prompts(owner, out, files, renderer)
     if goes_on_with != begun_with:
         await owner.call(lambda store: store.amend("reading", dict(goes_on_with.reading)))
-    await owner.call(lambda store: store.reopen_unfinished())
     return goes_on_with
 
 
@@ -167,7 +171,9 @@ async def _require_same_prompts(
     This detects a change of anything that prompts depend on but the identity does not name, and
     costs a few rows. Planned rows are compared one by one when they are read again.
     """
-    stored = {row.ordinal: row for row in await owner.call(lambda s: s.first_stored(NUM_COMPARED))}
+    stored = {
+        row.ordinal: row.prompt for row in await owner.call(lambda s: s.first_stored(NUM_COMPARED))
+    }
     if not stored:
         return
 
@@ -176,17 +182,17 @@ async def _require_same_prompts(
         return list(islice(skip_others, len(stored)))
 
     for item in await asyncio.to_thread(read):
-        row = stored[item.ordinal]
-        if isinstance(item, Prompt) and Alteration.TRUNCATED in row.alterations:
-            item = item.cut(row.num_tokens or 1)
-        if isinstance(item, Prompt) and item.key == row.key:
+        before = stored[item.ordinal]
+        if isinstance(item, Prompt) and Alteration.TRUNCATED in before.alterations:
+            item = item.cut(before.num_tokens)
+        if isinstance(item, Prompt) and item.key == before.key:
             continue
         now = f"{item.num_tokens} tokens" if isinstance(item, Prompt) else item.reason
-        before = (await owner.call(Store.identity)).get(LIBRARIES, {})
+        libraries = (await owner.call(Store.identity)).get(LIBRARIES, {})
         raise ConfigMismatch(
-            f"{out}: {item.source}:{item.line}: row {item.ordinal} gives another prompt than the "
-            f"one that is stored: {row.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
-            + _other_versions(before)
+            f"{out}: {item.origin}: row {item.ordinal} gives another prompt than the "
+            f"one that is stored: {before.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
+            + _other_versions(libraries)
             + (CLOCK_ADVICE if renderer.now else "")
         )
 
@@ -215,12 +221,12 @@ async def require_same_inputs(
     now = replace(
         begun_with,
         inputs=tuple(file.digest for file in files),
-        reading={**options.reading_document, **clock},
+        reading={**options.input.document, **clock},
     )
     other_inputs = None
     if now.inputs != begun_with.inputs:
         other_inputs = difference_of(await owner.call(Store.sources), files)
-    now.require_same(begun_with, out=options.out, other_inputs=other_inputs)
+    now.require_same(begun_with, out=options.output.directory, other_inputs=other_inputs)
 
 
 def difference_of(before: Sequence[Source], now: Sequence[InputFile]) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 
 from extractor.core.errors import UsageError
 from extractor.core.humanize import counted, table
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.intake.prompt_files import STDIN_NAME, scan_prompts
-from extractor.servers.client import INFO_TIMEOUT_S, Client
+from extractor.servers.client import Client
 from prompts.paths import STDIN
 from prompts.render import Renderer
 from prompts.stream import raw_rows
@@ -47,9 +48,9 @@ class Shown:
         item = self.item
         document: dict[str, Any] = {
             "row": item.ordinal,
-            "source": item.source,
-            "line": item.line,
-            "part": item.part,
+            "source": item.origin.source,
+            "line": item.origin.line,
+            "part": item.origin.part,
             "label": item.label,
         }
         if isinstance(item, BadRow):
@@ -76,10 +77,10 @@ class Shown:
     def to_text(self, *, colours: bool, ids: bool) -> str:
         """What `extractor show` prints."""
         item = self.item
-        place = f"{item.source}:{item.line}"
+        place = str(item.origin)
         lines = [("row", f"{item.ordinal:,} of {self.num_rows:,}"), ("where", place)]
-        if item.part is not None:
-            lines.append(("part", f"{item.part}"))
+        if item.origin.part is not None:
+            lines.append(("part", f"{item.origin.part}"))
         if item.label is not None:
             lines.append(("label", item.label))
         if isinstance(item, BadRow):
@@ -101,7 +102,9 @@ class Shown:
 
 async def server_tokenizer(url: str) -> str:
     """Path of the tokenizer that the server uses. Raises UsageError where none answers."""
-    async with Client(url, concurrency=1, request_timeout_s=INFO_TIMEOUT_S) as client:
+    async with Client(
+        url, concurrency=1, request_timeout_s=DEFAULT_TIMINGS.client.info_s
+    ) as client:
         if not await client.is_answering():
             raise UsageError(
                 f"no server answers at {url}: name a --tokenizer (or none, for rows of ids)"
@@ -125,8 +128,8 @@ def show_row(words: Sequence[Path], renderer: Renderer, number: int) -> Shown:
         rows = raw_rows(files, renderer.options, skip=lambda ordinal: ordinal != number)
         with closing(rows):
             item = renderer.prompt_from(next(rows))
-        if item.source == str(Path(scratch) / STDIN_NAME):
-            item = replace(item, source=STDIN)
+        if item.origin.source == str(Path(scratch) / STDIN_NAME):
+            item = replace(item, origin=replace(item.origin, source=STDIN))
     return Shown(item=item, num_rows=num_rows, runs=_runs(item, renderer))
 
 

@@ -143,13 +143,13 @@ def shard_metadata(identity: Identity) -> dict[str, str]:
     return {
         "format": "hidden-state-extractor",
         "format_version": str(SHARD_FORMAT_VERSION),
-        "model": identity.model,
-        "config_digest": identity.config_digest,
+        "model": identity.model.path,
+        "config_digest": identity.model.config_digest,
         "boundaries": ",".join(map(str, identity.boundaries)),
         "layer_outputs": ",".join(str(boundary - 1) for boundary in identity.boundaries),
-        "num_layers": str(identity.num_layers),
-        "hidden_size": str(identity.hidden_size),
-        "dtype": identity.dtype,
+        "num_layers": str(identity.model.num_layers),
+        "hidden_size": str(identity.model.hidden_size),
+        "dtype": identity.model.dtype,
         "last_kind": identity.last_kind,
     }
 

@@ -16,12 +16,11 @@ from rich.text import Text
 
 from extractor.core.counters import Stage
 from extractor.core.humanize import amount, counted, duration, milliseconds, rate
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.live_file import Live
 from extractor.status.watcher import Begun, Look
 from manifest.states import State
 
-#: What `.live.json` says is told with its age from here on.
-OLD_S = 5.0
 _GAP = 2  # columns between figures
 _STAGE_NAMES = {
     Stage.REQUEST: "request",
@@ -97,7 +96,7 @@ def standing(look: Look) -> str:
         return f"process {look.writer} is starting"
     if look.live is None:
         return f"process {look.writer} sends nothing (it begins, ends, or waits for its server)"
-    if look.live.age_s > OLD_S:
+    if look.live.age_s > DEFAULT_TIMINGS.status.old_s:
         return f"process {look.writer} has said nothing for {look.live.age_s:.0f} s"
     return f"process {look.writer} is at work"
 
@@ -111,8 +110,8 @@ def _title(look: Look) -> Text:
     if look.begun is not None:
         identity = look.begun.identity
         title.append(
-            f"\n{identity.model}: boundaries {list(identity.boundaries)}, "
-            f"last {identity.last_kind}, {identity.dtype}",
+            f"\n{identity.model.path}: boundaries {list(identity.boundaries)}, "
+            f"last {identity.last_kind}, {identity.model.dtype}",
             style="dim",
         )
     return title

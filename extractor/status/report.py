@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from extractor.core.counters import Counters
@@ -23,10 +24,21 @@ def totals_document(totals: Totals) -> dict[str, Any]:
     }
 
 
-def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
-    """The rows by state and reason; they add up to the rows of the input."""
-    rows = [(state.value, f"{totals.by_state.get(state, 0):,}") for state in State]
-    rows = [row for row in rows if row[1] != "0" or row[0] in ("stored", "failed")]
+def totals_table(
+    totals: Totals, *, num_unread: int = 0, now: Mapping[str, Any] | None = None
+) -> str:
+    """The rows by state and reason; they add up to the rows of the input.
+
+    `now`: of the `session_document` of a running session, which has rows in flight.
+    """
+    counts = {state: totals.by_state.get(state, 0) for state in State}
+    rows = []
+    if counts[State.PLANNED]:
+        rows.append(("planned", f"{counts[State.PLANNED]:,}"))
+    if now is not None:
+        rows.append(("  with a server", f"{now['in_flight']:,}"))
+        rows.append(("  waiting for a mover", f"{now['mover_queue']:,}"))
+    rows += [(state.value, f"{counts[state]:,}") for state in (State.STORED, State.FAILED)]
     for reason, count in sorted(totals.by_reason.items()):
         rows.append((f"  {reason}", f"{count:,}"))
     if num_unread:
@@ -47,18 +59,18 @@ def session_document(counters: Counters) -> dict[str, Any]:
     Counts are of this session, but for `input_rows` and `settled_before`; `now` is of the moment.
     """
     return {
-        "input_rows": counters.num_rows,
-        "settled_before": counters.settled_before,
-        "stored": counters.stored,
-        "failed": counters.failed,
+        "input_rows": counters.rows.total,
+        "settled_before": counters.rows.settled_before,
+        "stored": counters.rows.stored,
+        "failed": counters.rows.failed,
         "failed_by_reason": {
-            reason.value: count for reason, count in sorted(counters.failed_by_reason.items())
+            reason.value: count for reason, count in sorted(counters.rows.failed_by_reason.items())
         },
         "sent": counters.sent,
         "retried": counters.retried,
         "tokens": counters.tokens,
         "bytes": counters.stored_bytes,
-        "seconds": counters.seconds,
+        "seconds": counters.pace.seconds,
         "tokens_per_s": counters.tokens_per_s,
         "stages": {
             stage.value: durations_document(durations)
@@ -75,14 +87,14 @@ def session_document(counters: Counters) -> dict[str, Any]:
                     "request_limit": server.request_limit,
                     "prompts": server.num_prompts,
                 }
-                for server in counters.servers
+                for server in counters.now.servers
             ],
-            "in_flight": counters.in_flight,
-            "request_limit": counters.request_limit,
-            "shm_bytes": counters.shm_bytes,
-            "budget_bytes": counters.budget_bytes,
-            "budget_queue": counters.budget_queue,
-            "mover_queue": counters.mover_queue,
+            "in_flight": counters.now.in_flight,
+            "request_limit": counters.now.request_limit,
+            "shm_bytes": counters.now.shm_bytes,
+            "budget_bytes": counters.now.budget_bytes,
+            "budget_queue": counters.now.budget_queue,
+            "mover_queue": counters.now.mover_queue,
         },
     }
 

@@ -416,7 +416,6 @@ def test_one_signal_lets_what_is_in_flight_end(
         assert "the same command goes on" in errors
         rows = tool("status", out, "--json").json()["rows"]
         # Nothing was cut off: what had been sent was stored.
-        assert rows["sent"] == rows["dumped"] == rows["verified"] == 0
         assert 30 <= rows["stored"] < 400
         assert server.requests() == 1 + rows["stored"]
         assert dumps_under(dump_root) == []
@@ -522,7 +521,7 @@ def test_json_goes_to_stdout_alone(
         file.write("{broken\n")
     ran = tool.run(prompts_path, tmp_path / "out", fake, "--json")
     assert ran.json()["rows"] == {
-        "planned": 0, "sent": 0, "dumped": 0, "verified": 0, "stored": 12, "failed": 1,
+        "planned": 0, "stored": 12, "failed": 1,
     }  # fmt: skip
     assert ran.json()["failed"] == {"bad_json": 1}
     assert ran.json()["session"]["sent"] == 12

@@ -24,7 +24,7 @@ from manifest.states import State
 from prompts.inputs import RawRow
 from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
-from prompts.types import Prompt
+from prompts.types import Prompt, RowOrigin
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +127,7 @@ def test_files_of_every_kind_become_verified_samples(
     assert sorted(samples) == [n for n in range(len(ROWS)) if n != BAD]
     for ordinal, sample in samples.items():
         data = orjson.dumps(ROWS[ordinal])
-        row = RawRow(ordinal=ordinal, source="x", line=1, data=data)
+        row = RawRow(ordinal=ordinal, origin=RowOrigin(source="x", line=1), data=data)
         prompt = renderer.prompt_from(row)
         assert isinstance(prompt, Prompt)
         if ordinal == LONG:
@@ -138,7 +138,8 @@ def test_files_of_every_kind_become_verified_samples(
 
     rows = rows_of(out)
     assert [row.ordinal for row in rows if row.state is State.FAILED] == [BAD]
-    assert rows[LONG].alterations == ("truncated",)
+    cut = rows[LONG].prompt
+    assert cut is not None and cut.alterations == ("truncated",)
     # Only as much was tokenised as the cut needs.
     said = re.fullmatch(r"cut from more than (\d+) tokens", rows[LONG].detail or "")
     assert said is not None and 300 < int(said[1]) < whole
@@ -175,11 +176,15 @@ def test_standard_input_is_resumed_with_and_without_it(
     renderer = Renderer.load(str(tokenizer), ReadingOptions(thinking=Thinking.EXPAND))
     for part, sample in read_samples(out).items():
         prompt = renderer.prompt_from(
-            RawRow(ordinal=part, source="-", line=1, data=data.encode(), part=part)
+            RawRow(
+                ordinal=part,
+                origin=RowOrigin(source="-", line=1, part=part),
+                data=data.encode(),
+            )
         )
         assert isinstance(prompt, Prompt)
         assert sample.mask == tuple(prompt.loss_mask.tolist())
-    assert [row.part for row in rows_of(out)] == [0, 1]
+    assert [row.origin.part for row in rows_of(out)] == [0, 1]
 
 
 @pytest.mark.crash

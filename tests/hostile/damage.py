@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 from helpers import Notes, make_prompts, options_for
 
-from extractor.core.counters import Counters, ServerNow
+from extractor.core.counters import Counters, Moment, ServerNow
 from extractor.core.errors import ExtractorError
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.row_policy import OnDuplicate, OnTooLong, Policy
@@ -71,7 +71,7 @@ async def make_data_set_async(directory: Path) -> Path:
         prompts = write_rows(directory / "p.jsonl")
         await run(options_of(server, prompts, directory / "out"), Notes())
     gone = ServerNow(url="http://a", is_up=True, in_flight=1, request_limit=2, num_prompts=3)
-    session = session_document(Counters(servers=(gone,)))
+    session = session_document(Counters(now=Moment(servers=(gone,))))
     (directory / "out" / LIVE_NAME).write_bytes(
         orjson.dumps(
             {

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
+from helpers import Notes, assert_whole, make_prompts, options_for, run, run_options, write_prompts
 from hostile.make import HERE, REASONS, files
 
 from extractor.core.errors import ExtractorError, ServerError, UsageError
-from extractor.core.run_options import RunOptions
 from extractor.dumps.dump_reader import BrokenFile, DumpWatcher, Rank
-from extractor.pipeline.run import run
 from extractor.servers.client import API_KEY_VARIABLE
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
@@ -22,7 +20,6 @@ from extractor.verify.repair import audit_and_repair
 from manifest.states import State
 from server_patch.dump_format import READY_NAME, DumpFormatError, decode_ready, read_header
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 FILES = sorted(HERE.glob("*.safetensors"))
 
 
@@ -157,7 +154,7 @@ async def test_a_key_that_is_refused_is_told_from_a_server_that_is_not_there(
 
 def test_a_password_in_the_address_is_refused_and_not_repeated(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no user or password") as caught:
-        RunOptions(prompts=(tmp_path,), server_urls=("http://me:hunter2@127.0.0.1:30000",))
+        run_options(server_urls=("http://me:hunter2@127.0.0.1:30000",))
     assert "hunter2" not in str(caught.value)
 
 
@@ -174,7 +171,11 @@ async def test_the_api_key_goes_to_the_server_and_nowhere_else(
     assert server.given == {f"Bearer {key}"}
     with pytest.raises(ServerError) as caught:  # nobody answers any more
         await run(options_for(server, path, tmp_path / "other"), notes)
-    told = [str(caught.value), *notes.messages, json.dumps(summary.to_document(options.out))]
+    told = [
+        str(caught.value),
+        *notes.messages,
+        json.dumps(summary.to_document(options.output.directory)),
+    ]
     assert not any(key in text for text in told)
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert not [p for p in files if key.encode() in p.read_bytes()]

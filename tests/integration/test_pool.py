@@ -22,10 +22,10 @@ from prompts import pool as pools
 from prompts.ambient import parse_moment
 from prompts.inputs import RawRow
 from prompts.pool import RendererPool
-from prompts.reading_options import ReadingOptions, Train
+from prompts.reading_options import ReadingOptions, TemplateOptions, Train, Training
 from prompts.render import Renderer
 from prompts.token_bound import TokenBound
-from prompts.types import BadRow, Prompt, RowReason, TokenizerError
+from prompts.types import BadRow, Prompt, RowOrigin, RowReason, TokenizerError
 
 # A process takes seconds to start, on a busy machine many.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -45,7 +45,7 @@ def rows(num_rows: int) -> Iterator[RawRow]:
             {"role": "assistant", "content": "fine " * (number % 7)},  # some are empty: bad rows
         ]
         data = orjson.dumps({"id": number, "messages": turns})
-        yield RawRow(ordinal=number, source="a", line=number + 1, data=data)
+        yield RawRow(ordinal=number, origin=RowOrigin(source="a", line=number + 1), data=data)
 
 
 def children() -> set[psutil.Process]:
@@ -65,7 +65,7 @@ def facts(item: Prompt | BadRow) -> tuple[object, ...]:
 
 
 def test_the_pool_gives_what_one_renderer_gives_in_the_same_order(folder: str) -> None:
-    options = ReadingOptions(train=Train.LAST)
+    options = ReadingOptions(training=Training(answers=Train.LAST))
     renderer = Renderer.load(folder, options)
     expected = [facts(renderer.prompt_from(row)) for row in rows(300)]
     with RendererPool(renderer, num_workers=2) as pool:
@@ -103,7 +103,7 @@ def test_a_process_that_dies_is_an_error_with_what_to_do(folder: str) -> None:
 
 def test_worker_processes_respect_the_token_bound_of_the_run(folder: str) -> None:
     data = orjson.dumps({"text": "one two three " * 10_000})
-    row = RawRow(ordinal=0, source="a", line=1, data=data)
+    row = RawRow(ordinal=0, origin=RowOrigin(source="a", line=1), data=data)
     renderer = Renderer.load(folder, bound=TokenBound(max_tokens=1000))
     with RendererPool(renderer, num_workers=1) as pool:
         (item,) = pool.prompts_from([row])
@@ -116,11 +116,13 @@ def test_ten_megabytes_in_a_row_take_little_more_memory_than_ten_bytes(folder: s
         "import resource, sys\n"
         "from prompts.token_bound import TokenBound\n"
         "from prompts.inputs import RawRow\n"
+        "from prompts.types import RowOrigin\n"
         "from prompts.render import Renderer\n"
         "renderer = Renderer.load(sys.argv[1], bound=TokenBound(max_tokens=8192))\n"
         "content = b'one two three ' * int(sys.argv[2])\n"
         'data = b\'{"messages": [{"role": "user", "content": "%s"}]}\' % content\n'
-        "item = renderer.prompt_from(RawRow(ordinal=0, source='a', line=1, data=data))\n"
+        "origin = RowOrigin(source='a', line=1)\n"
+        "item = renderer.prompt_from(RawRow(ordinal=0, origin=origin, data=data))\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, type(item).__name__)\n"
     )
 
@@ -168,7 +170,8 @@ def test_all_worker_processes_give_a_template_the_same_time(tmp_path: Path) -> N
     template = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}" + QWEN3
     tokenizer_for(template).save_pretrained(tmp_path)
     renderer = Renderer.load(
-        str(tmp_path), ReadingOptions(now=parse_moment("1999-12-31T23:59:58+05:30"))
+        str(tmp_path),
+        ReadingOptions(template=TemplateOptions(now=parse_moment("1999-12-31T23:59:58+05:30"))),
     )
     assert renderer.tokenizer is not None
     with RendererPool(renderer, num_workers=2) as pool:
@@ -197,12 +200,14 @@ def test_no_process_outlives_a_killed_parent(folder: str, tmp_path: Path) -> Non
     script.write_text(
         "import sys\n"
         "from prompts.inputs import RawRow\n"
+        "from prompts.types import RowOrigin\n"
         "from prompts.pool import RendererPool\n"
         "from prompts.render import Renderer\n"
         "if __name__ == '__main__':\n"
         "    def rows():\n"
         "        while True:\n"
-        "            yield RawRow(ordinal=0, source='a', line=1, data=b'{\"text\": \"hi\"}')\n"
+        "            origin = RowOrigin(source='a', line=1)\n"
+        '            yield RawRow(ordinal=0, origin=origin, data=b\'{"text": "hi"}\')\n'
         "    with RendererPool(Renderer.load(sys.argv[1]), num_workers=1) as pool:\n"
         "        next(pool.prompts_from(rows()))\n"
         "        print('ready', flush=True)\n"

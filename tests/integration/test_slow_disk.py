@@ -148,8 +148,8 @@ async def test_requests_follow_the_disk_and_dumps_stay_within_the_budget(
         assert server.peak_bytes <= budget
         assert server.peak_concurrency <= fits
     assert sorted(server.sent()) == list(range(num_prompts))  # none was sent twice
-    assert summary.counters.stored == num_prompts
-    assert summary.counters.peak_shm_bytes <= budget
+    assert summary.counters.rows.stored == num_prompts
+    assert summary.counters.now.peak_shm_bytes <= budget
     assert summary.counters.stages[Stage.RESIDENCY].count == num_prompts
     assert dumps_under(dump_root) == []
     assert_whole(tmp_path / "out", prompts)
@@ -169,10 +169,10 @@ async def test_a_disk_that_stands_still_stops_the_server_with_the_room_filled(
         )
         running = asyncio.create_task(run(options, Notes()))
         await until(
-            lambda: len(server.sent()) == 4 and server._concurrency == 0, "4 dumps lie there"
+            lambda: len(server.sent()) == 4 and server.num_at_work == 0, "4 dumps lie there"
         )
         assert 3 * DUMP_BYTES < server.lying_bytes() <= 4 * DUMP_BYTES
         gate.open()
         summary = await running
-    assert summary.counters.stored == 12
+    assert summary.counters.rows.stored == 12
     assert_whole(tmp_path / "out", prompts)

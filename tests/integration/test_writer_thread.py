@@ -1,4 +1,4 @@
-"""The manifest's owner thread: batched commits, and nothing after a gap."""
+"""The manifest's writer thread: batched commits, and nothing after a gap."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from manifest.exceptions import ManifestError, ManifestSpaceError
-from manifest.records import Change, Moved, Planned, Source
-from manifest.states import Event, IllegalTransition, State
+from manifest.records import Change, Planned, PromptFacts, Retried, Source, SourceRow
+from manifest.states import IllegalTransition
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 
 
 def planned(ordinal: int) -> Planned:
     return Planned(
-        ordinal=ordinal, source=0, line=1, label=None, key=str(ordinal), num_tokens=1,
-        num_trained=0,
-    )  # fmt: skip
+        origin=SourceRow(ordinal=ordinal, source=0, line=1),
+        prompt=PromptFacts(key=str(ordinal), num_tokens=1, num_trained=0),
+    )
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_what_nobody_waits_for_joins_the_next_commit(
     gate = Gate(monkeypatch)
     gate.open()
     for ordinal in range(3):
-        owner.post(planned(ordinal), Moved(ordinal=ordinal, event=Event.SEND, attempts=1))
+        owner.post(planned(ordinal), Retried(ordinal=ordinal, attempts=1))
         await asyncio.sleep(0)
     assert gate.batches == []
     await owner.commit(planned(3))
@@ -150,16 +150,16 @@ async def test_a_commit_returns_only_when_its_changes_are_durable(
 async def test_a_call_sees_what_was_posted_before(owner: StoreOwner) -> None:
     for ordinal in range(20):
         owner.post(planned(ordinal))
-    owner.post(Moved(ordinal=3, event=Event.SEND, attempts=1))
+    owner.post(Retried(ordinal=3, attempts=5))
     rows = await owner.call(lambda store: list(store.rows()))
     assert len(rows) == 20
-    assert rows[3].state is State.SENT
+    assert rows[3].attempts == 5
 
 
 async def test_nothing_is_written_after_a_failed_commit(owner: StoreOwner) -> None:
     await owner.commit(planned(0))
     with pytest.raises(IllegalTransition):
-        await owner.commit(Moved(ordinal=0, event=Event.DUMP, attempts=1))
+        await owner.commit(Retried(ordinal=9, attempts=1))
     with pytest.raises(IllegalTransition):
         owner.post(planned(1))
     with pytest.raises(IllegalTransition):
@@ -174,7 +174,7 @@ async def test_a_batch_that_was_filled_while_another_failed_is_not_written(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gate = Gate(monkeypatch)
-    bad = asyncio.create_task(owner.commit(Moved(ordinal=9, event=Event.SEND, attempts=1)))
+    bad = asyncio.create_task(owner.commit(Retried(ordinal=9, attempts=1)))
     await gate.reached()
     behind = asyncio.create_task(owner.commit(planned(1)))
     await asyncio.sleep(0)

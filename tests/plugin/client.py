@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from helpers import Ids, Notes, read_samples
+from helpers import Ids, Notes, read_samples, run_options
 
-from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.run import run
+from extractor.pipeline.summary import RunSummary
 from plugin.reference import Reference
 from plugin.serving import Serving
 from plugin.values import assert_is
@@ -21,7 +21,7 @@ def extract(server: Serving, prompts: Path, out: Path, **options: Any) -> RunSum
     """`extractor run` on rows of ids."""
     return asyncio.run(
         run(
-            RunOptions(
+            run_options(
                 prompts=(prompts,),
                 out=out,
                 server_urls=(server.url,),

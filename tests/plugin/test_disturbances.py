@@ -28,10 +28,10 @@ from helpers import make_prompts, read_samples, rows_of, write_prompts
 
 import extractor.dispatch.connection
 from extractor.core.checks import ReplyFacts
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.request import Request
-from extractor.dispatch.connection import Exchange
-from extractor.dispatch.scheduler import Turn
+from extractor.dispatch.connection import Connection
+from extractor.dispatch.scheduler import Slot
 from extractor.dumps.collector import Collected
 from extractor.servers.client import Client
 from manifest.states import Reason, State
@@ -309,15 +309,15 @@ def test_a_reader_never_sees_a_file_that_is_not_whole(server: Serving) -> None:
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Reason]]:
     """Attempts of the client that gave no sample: attempt number and reason."""
     failed: list[tuple[int, Reason]] = []
-    fetch = Exchange.fetch
+    fetch = Connection.fetch
 
-    async def note(self: Exchange, prompt: Prompt, attempt: int, turn: Turn) -> Collected:
-        outcome = await fetch(self, prompt, attempt, turn)
+    async def note(self: Connection, prompt: Prompt, attempt: int, slot: Slot) -> Collected:
+        outcome = await fetch(self, prompt, attempt, slot)
         if isinstance(outcome, Failure):
             failed.append((attempt, outcome.reason))
         return outcome
 
-    monkeypatch.setattr(Exchange, "fetch", note)
+    monkeypatch.setattr(Connection, "fetch", note)
     return failed
 
 
@@ -327,7 +327,7 @@ def share_cache(monkeypatch: pytest.MonkeyPatch, *, attempts: int) -> None:
 
     def shared(self: Request) -> bytes:
         document = orjson.loads(to_json(self))
-        is_probe = self.prompt.source == "probe"
+        is_probe = self.prompt.origin.source == "probe"
         if not is_probe and int(self.rid.rpartition("-")[2]) <= attempts:
             del document["extra_key"]
         return orjson.dumps(document)
@@ -336,7 +336,6 @@ def share_cache(monkeypatch: pytest.MonkeyPatch, *, attempts: int) -> None:
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-@pytest.mark.usefixtures("quick_retries")
 def test_a_prompt_from_the_prefix_cache_is_sent_again_and_never_stored(
     server: Serving,
     reference: Reference,
@@ -385,7 +384,6 @@ def test_isolated_requests_are_never_served_from_the_cache(
     assert_stored(tmp_path / "out", [*prompts, *prompts], BOUNDARIES, reference)
 
 
-@pytest.mark.usefixtures("quick_retries")
 def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
     server: Serving,
     faults: Path,
@@ -402,14 +400,18 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
     given_up: list[str] = []
 
     async def impatient(self: Client, request: Request) -> ReplyFacts | Failure:
-        if request.prompt.source == "probe" or given_up:
+        if request.prompt.origin.source == "probe" or given_up:
             return await generate(self, request)
         with present(faults / SLOW):
             answer = asyncio.create_task(generate(self, request))
             await asyncio.to_thread(wait_for, lambda: rows_of_rid(server, request.rid))
             answer.cancel()
             given_up.append(request.rid)
-        return Failure(reason=Reason.SERVER_ERROR, detail="the server did not answer in time")
+        return Failure(
+            reason=Reason.SERVER_ERROR,
+            detail="the server did not answer in time",
+            kind=FailureKind.SILENT,
+        )
 
     monkeypatch.setattr(Client, "generate", impatient)
     summary = extract(server, path, tmp_path / "out")
@@ -420,7 +422,6 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
     assert server.errors() == []
 
 
-@pytest.mark.usefixtures("quick_retries")
 def test_prompts_that_another_client_aborts_are_sent_again_at_no_cost(
     server: Serving,
     faults: Path,
@@ -443,7 +444,7 @@ def test_prompts_that_another_client_aborts_are_sent_again_at_no_cost(
         (faults / SLOW).unlink()
 
     async def disturbed(self: Client, request: Request) -> ReplyFacts | Failure:
-        if request.prompt.source != "probe":
+        if request.prompt.origin.source != "probe":
             sent.append(request.rid)
             if len(sent) == len(prompts):
                 aborting.append(asyncio.create_task(asyncio.to_thread(abort_all)))
@@ -483,7 +484,7 @@ def test_an_exception_anywhere_leaves_the_server_serving(
 
 def writer_processes(server: Serving) -> list[psutil.Process]:
     """The plugin's living processes of this server."""
-    scheduler = psutil.Process(server.readies()[0].pid)
+    scheduler = psutil.Process(server.readies()[0].process.pid)
     found = []
     for child in scheduler.children():
         with suppress(psutil.NoSuchProcess):  # or dead and not yet waited for

@@ -15,13 +15,12 @@ from extractor.core.request import Limits
 from extractor.core.row_policy import DEFAULT_POLICY, OnBadRow, OnDuplicate, OnTooLong, Policy
 from manifest.states import Reason
 from prompts.token_bound import TokenBound
-from prompts.types import Alteration, BadRow, Prompt, RowReason
+from prompts.types import Alteration, BadRow, Prompt, RowOrigin, RowReason
 
 LIMITS = Limits(max_prompt_tokens=8, vocab_size=100, chunk_tokens=8)
 BAD = BadRow(
     ordinal=3,
-    source="a.jsonl",
-    line=4,
+    origin=RowOrigin(source="a.jsonl", line=4),
     label=None,
     reason=RowReason.BAD_JSON,
     detail="unexpected end at character 3",

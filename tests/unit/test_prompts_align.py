@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prompts.token_offsets import Encoding, Places, Span, has_split_start, mark_spans
+from prompts.token_offsets import Encoding, Span, TokenPlaces, has_split_start, mark_spans
 from prompts.types import RowError, RowReason
 
 
@@ -13,7 +13,9 @@ def encoding_of(text: str, offsets: list[Span]) -> Encoding:
         covering = (index for index, (a, b) in enumerate(offsets) if a <= position < b)
         return next(covering, None)
 
-    places = Places(all=lambda: offsets, token_at=token_at, of_token=lambda index: offsets[index])
+    places = TokenPlaces(
+        all=lambda: offsets, token_at=token_at, of_token=lambda index: offsets[index]
+    )
     return Encoding(text=text, ids=range(len(offsets)), places=places, encode_ids=lambda text: [])
 
 

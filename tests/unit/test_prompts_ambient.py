@@ -19,19 +19,18 @@ from templates import QWEN3, tokenizer_for
 
 from prompts import ambient
 from prompts.ambient import clock_at, draws_at_random, parse_moment
-from prompts.conversation_parser import Turn
+from prompts.conversation_parser import ChatTurn
 from prompts.inputs import RawRow
-from prompts.reading_options import ReadingOptions
+from prompts.reading_options import ReadingOptions, TemplateOptions
 from prompts.render import Renderer
 from prompts.tokenizer import RANDOM_FAULT, check_template
-from prompts.types import BadRow, InputError, Prompt, RowReason, TokenizerError
+from prompts.types import BadRow, InputError, Prompt, RowOrigin, RowReason, TokenizerError
 
 NEW_YEAR = "1999-12-31T23:59:58+05:30"
 CLOCK = "{{ strftime_now('%d %b %Y %H:%M:%S') }}"
 ROW = RawRow(
     ordinal=0,
-    source="a",
-    line=1,
+    origin=RowOrigin(source="a", line=1),
     data=b'{"prompt": "hi", "completion": "a"}',
 )
 
@@ -74,11 +73,14 @@ def test_a_template_gets_the_frozen_time_wherever_it_is_rendered() -> None:
         "{% for m in messages %}{{ m.role }}:{% generation %}{{ m.content }}{% endgeneration %}"
         "{% endfor %}"
     )
-    renderer = Renderer(tokenizer_for(template), ReadingOptions(now=parse_moment(NEW_YEAR)))
+    renderer = Renderer(
+        tokenizer_for(template),
+        ReadingOptions(template=TemplateOptions(now=parse_moment(NEW_YEAR))),
+    )
     tokenizer = renderer.tokenizer
     assert tokenizer is not None
     assert renderer.now == NEW_YEAR
-    turns = [Turn(role="assistant", content="fine")]
+    turns = [ChatTurn(role="assistant", content="fine")]
     text = tokenizer.render(turns, generation_prompt=False)
     assert text == "31 Dec 1999 23:59:58assistant:fine"
     (span,) = tokenizer.generation_spans(turns, text, generation_prompt=False)
@@ -94,11 +96,11 @@ def test_without_a_set_time_the_clock_is_frozen_at_load(
     second = renderer.prompt_from(ROW)
     assert isinstance(first, Prompt) and isinstance(second, Prompt)
     assert first.key == second.key
-    assert renderer.now == str(renderer.options.now).replace(" ", "T")
+    assert renderer.now == str(renderer.options.template.now).replace(" ", "T")
 
 
 def test_a_template_without_a_clock_has_no_time() -> None:
-    options = ReadingOptions(now=parse_moment(NEW_YEAR))
+    options = ReadingOptions(template=TemplateOptions(now=parse_moment(NEW_YEAR)))
     assert Renderer(tokenizer_for(QWEN3), options).now is None
     assert Renderer(options=options).now is None
 
@@ -133,10 +135,13 @@ PROGRAM = """
 import json, sys
 from datetime import datetime
 from prompts.inputs import RawRow
-from prompts.reading_options import ReadingOptions
+from prompts.types import RowOrigin
+from prompts.reading_options import ReadingOptions, TemplateOptions
 from prompts.render import Renderer
-renderer = Renderer.load(sys.argv[1], ReadingOptions(now=datetime.fromisoformat(sys.argv[2])))
-prompt = renderer.prompt_from(RawRow(ordinal=0, source="a", line=1, data=sys.argv[3].encode()))
+template = TemplateOptions(now=datetime.fromisoformat(sys.argv[2]))
+renderer = Renderer.load(sys.argv[1], ReadingOptions(template=template))
+origin = RowOrigin(source="a", line=1)
+prompt = renderer.prompt_from(RawRow(ordinal=0, origin=origin, data=sys.argv[3].encode()))
 print(json.dumps([prompt.key, renderer.tokenizer_digest, renderer.template_digest]))
 """
 

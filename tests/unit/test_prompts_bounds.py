@@ -21,13 +21,13 @@ from prompts.inputs import RawRow, read_rows, scan_inputs
 from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
 from prompts.token_bound import TokenBound, parse_json
-from prompts.types import BadRow, Prompt, RowError, RowReason
+from prompts.types import BadRow, Prompt, RowError, RowOrigin, RowReason
 
 WORDS = "one two three four five six seven "
 
 
 def raw(row: dict[str, Any]) -> RawRow:
-    return RawRow(ordinal=0, source="a", line=1, data=orjson.dumps(row))
+    return RawRow(ordinal=0, origin=RowOrigin(source="a", line=1), data=orjson.dumps(row))
 
 
 def chat(*contents: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ ASKED = '{"role": "user", "content": "a"}'
 def test_a_row_that_is_nested_too_deeply_fails_alone(row: str, levels: int) -> None:
     data = row.replace("DEEP", nested(levels)).encode()
     bad, good = Renderer(tokenizer_for(QWEN3)).prompts_from(
-        [RawRow(ordinal=0, source="a", line=1, data=data), raw(chat("a", "b"))]
+        [RawRow(ordinal=0, origin=RowOrigin(source="a", line=1), data=data), raw(chat("a", "b"))]
     )
     assert isinstance(bad, BadRow) and isinstance(good, Prompt)
     assert bad.reason == RowReason.ROW_TOO_LARGE
@@ -268,7 +268,7 @@ def test_a_row_that_expands_to_too_much_counts_once_and_fails(
     assert count_parts(data, options) == 20
     monkeypatch.setattr("prompts.dialects.MAX_EXPANDED_BYTES", 20 * len(data) - 1)
     assert count_parts(data, options) == 1
-    row = RawRow(ordinal=0, source="a", line=1, data=data, part=0)
+    row = RawRow(ordinal=0, origin=RowOrigin(source="a", line=1, part=0), data=data)
     bad = Renderer(tokenizer_for(QWEN3), options).prompt_from(row)
     assert isinstance(bad, BadRow) and bad.reason == RowReason.ROW_TOO_LARGE
 
@@ -314,6 +314,6 @@ def test_a_large_value_of_a_column_format_fails_its_rows_only(
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
-    assert [row.line for row in rows] == list(range(1, 63))
+    assert [row.origin.line for row in rows] == list(range(1, 63))
     assert [decode_row(row.data) for row in (rows[0], rows[-1])] == [{"text": "small"}] * 2
     assert [row.data for row in rows[1:-1]] == [token_bound.OVERSIZED] * 60

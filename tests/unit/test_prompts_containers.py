@@ -107,7 +107,7 @@ def test_files_of_all_kinds_are_numbered_through(tmp_path: Path) -> None:
     files = scan_inputs(sorted(tmp_path.iterdir()))
     rows = list(read_rows(files))
     assert [row.ordinal for row in rows] == list(range(3 * len(FORMS)))
-    assert [row.line for row in rows] == [1, 2, 3] * len(FORMS)
+    assert [row.origin.line for row in rows] == [1, 2, 3] * len(FORMS)
 
 
 @pytest.mark.parametrize(
@@ -268,13 +268,13 @@ def test_a_row_of_too_many_bytes_fails_alone_and_is_not_held_in_memory(
     finally:
         tracemalloc.stop()
     assert peak_bytes < 16 << 20  # the row: 32 MiB
-    assert [row.line for row in rows] == lines
+    assert [row.origin.line for row in rows] == lines
     assert [row.data.strip() for row in rows if row.data] == [b'{"id": 1}', b'{"id": 2}']
     (large,) = [row for row in rows if not row.data]
     with pytest.raises(RowError, match="row_too_large: the row has more than 2 MiB"):
         decode_row(large.data)
     skipped = list(read_rows(files, skip=lambda ordinal: ordinal != large.ordinal))
-    assert [row.line for row in skipped] == [large.line]
+    assert [row.origin.line for row in skipped] == [large.origin.line]
 
 
 @pytest.mark.usefixtures("a_low_bound")
@@ -330,7 +330,7 @@ def test_blank_lines_are_skipped_in_blocks(
 
     monkeypatch.setattr(formats, "is_blank", counted)
     rows = list(read_rows(scan_inputs([path])))
-    assert [(row.line, row.data) for row in rows] == [
+    assert [(row.origin.line, row.data) for row in rows] == [
         (num_blank + 1, b" {}\n"),
         (num_blank + 72, b"  {}"),
     ]

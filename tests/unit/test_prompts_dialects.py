@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prompts.conversation_parser import Conversation
-from prompts.dialects import Ids, Item, Text, decode_row, label_of, read_item
+from prompts.dialects import Ids, Item, RenderedText, decode_row, label_of, read_item
 from prompts.types import RowError, RowReason
 
 USER = {"role": "user", "content": "Hi"}
@@ -92,7 +92,7 @@ def test_the_order_of_attack_is_ids_messages_conversations_text() -> None:
     row["messages"] = []
     assert turns_of(row) == [("user", "C")]
     row["conversations"] = None
-    assert item_of(row) == Text(text="T")
+    assert item_of(row) == RenderedText(text="T")
 
 
 def test_content_is_kept_to_the_last_space() -> None:
@@ -313,4 +313,4 @@ def test_any_json_object_gives_an_item_or_a_reason(row: dict[str, Any]) -> None:
     except RowError as exc:
         assert exc.reason in RowReason
         return
-    assert isinstance(item, Conversation | Text | Ids)
+    assert isinstance(item, Conversation | RenderedText | Ids)

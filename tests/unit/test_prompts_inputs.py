@@ -23,7 +23,10 @@ def write(path: Path, data: bytes) -> Path:
 
 def rows_of(*paths: Path) -> list[tuple[int, str, int, bytes]]:
     rows = read_rows(scan_inputs(paths))
-    return [(row.ordinal, Path(row.source).name, row.line, row.data.strip()) for row in rows]
+    return [
+        (row.ordinal, Path(row.origin.source).name, row.origin.line, row.data.strip())
+        for row in rows
+    ]
 
 
 def test_a_scan_tells_size_digest_and_rows(tmp_path: Path) -> None:
@@ -95,7 +98,7 @@ def test_scan_and_read_agree_on_the_rows_wherever_chunks_end(
             scan_inputs([path])
         return
     assert [
-        (row.line, row.data.rstrip(b"\n")) for row in read_rows(scan_inputs([path]))
+        (row.origin.line, row.data.rstrip(b"\n")) for row in read_rows(scan_inputs([path]))
     ] == expected
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from prompts.inputs import RawRow
 from prompts.render import Renderer
-from prompts.types import BadRow, Prompt, RowReason
+from prompts.types import BadRow, Prompt, RowOrigin, RowReason
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -121,7 +121,9 @@ def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def prompt_of(tokenizer: Any, turns: list[dict[str, str]]) -> Prompt | BadRow:
-    row = RawRow(ordinal=0, source="a", line=1, data=orjson.dumps({"messages": turns}))
+    row = RawRow(
+        ordinal=0, origin=RowOrigin(source="a", line=1), data=orjson.dumps({"messages": turns})
+    )
     return Renderer(tokenizer).prompt_from(row)
 
 

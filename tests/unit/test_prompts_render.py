@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from prompts.inputs import RawRow, scan_inputs
 from prompts.render import Renderer
 from prompts.stream import read_prompts
-from prompts.types import Alteration, BadRow, Prompt, RowReason, TokenizerError
+from prompts.types import Alteration, BadRow, Prompt, RowOrigin, RowReason, TokenizerError
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}"
@@ -52,7 +52,7 @@ def make_tokenizer(
 
 def raw(row: dict[str, Any] | bytes, *, ordinal: int = 4, line: int = 7) -> RawRow:
     data = row if isinstance(row, bytes) else orjson.dumps(row)
-    return RawRow(ordinal=ordinal, source="a.jsonl", line=line, data=data)
+    return RawRow(ordinal=ordinal, origin=RowOrigin(source="a.jsonl", line=line), data=data)
 
 
 def prompt_of(renderer: Renderer, row: dict[str, Any]) -> Prompt:
@@ -72,13 +72,13 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "c
 
 def test_a_prompt_knows_where_it_comes_from() -> None:
     prompt = prompt_of(Renderer(make_tokenizer()), {"id": "x", **CHAT})
-    assert (prompt.ordinal, prompt.source, prompt.line, prompt.label) == (4, "a.jsonl", 7, '"x"')
+    assert (prompt.ordinal, str(prompt.origin), prompt.label) == (4, "a.jsonl:7", '"x"')
 
 
 def test_so_does_a_row_without_a_prompt() -> None:
     bad = Renderer(make_tokenizer()).prompt_from(raw({"id": 3}))
     assert isinstance(bad, BadRow)
-    assert (bad.ordinal, bad.source, bad.line, bad.label) == (4, "a.jsonl", 7, "3")
+    assert (bad.ordinal, str(bad.origin), bad.label) == (4, "a.jsonl:7", "3")
     assert bad.reason == RowReason.UNKNOWN_SHAPE
 
 
@@ -267,7 +267,13 @@ def test_a_stream_yields_every_row_that_is_not_skipped_once_and_in_order(tmp_pat
     files = scan_inputs([first, second])
     renderer = Renderer(make_tokenizer())
     rows = list(read_prompts(files, renderer))
-    assert [(row.ordinal, row.line) for row in rows] == [(0, 1), (1, 3), (2, 4), (3, 1), (4, 2)]
+    assert [(row.ordinal, row.origin.line) for row in rows] == [
+        (0, 1),
+        (1, 3),
+        (2, 4),
+        (3, 1),
+        (4, 2),
+    ]
     assert [row.ordinal for row in rows if isinstance(row, BadRow)] == [2]
     resumed = read_prompts(files, renderer, skip={1, 2, 3}.__contains__)
     assert [row.ordinal for row in resumed] == [0, 4]

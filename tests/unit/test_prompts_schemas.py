@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
-from prompts.conversation_parser import Conversation, Turn
-from prompts.dialects import Ids, Text, decode_row, label_of, read_item
+from prompts.conversation_parser import ChatTurn, Conversation
+from prompts.dialects import Ids, RenderedText, decode_row, label_of, read_item
 from prompts.reading_options import DEFAULTS, Leading, ReadingOptions
 from prompts.types import Alteration, InputError, RowError, RowReason
 
@@ -96,7 +96,7 @@ def test_s4_perfectblend_regenerated() -> None:
             {"role": "assistant", "content": "4", "reasoning_content": "Add."},
         ],
     }
-    assert item_of(row).turns[1] == Turn(role="assistant", content="4", reasoning="Add.")
+    assert item_of(row).turns[1] == ChatTurn(role="assistant", content="4", reasoning="Add.")
     assert label_of(row) == "17"
 
 
@@ -202,7 +202,9 @@ def test_s10_specforge() -> None:
     tool = {"type": "function", "function": {"name": "w"}}
     row = {"id": 3, "conversations": [{"role": "user", "content": "Q"}], "tools": [tool]}
     assert (turns_of(row), item_of(row).tools) == ([("user", "Q")], (tool,))
-    assert item_of({"id": "p", "text": "<|im_start|>user\nHi"}) == Text(text="<|im_start|>user\nHi")
+    assert item_of({"id": "p", "text": "<|im_start|>user\nHi"}) == RenderedText(
+        text="<|im_start|>user\nHi"
+    )
 
 
 @pytest.mark.parametrize("label", ["conversation_id", "uuid"])
@@ -287,7 +289,7 @@ def test_the_order_of_attack() -> None:
         del row[gone]
         assert turns_of(row)[0][1] == first
     del row["prompt"]
-    assert item_of(row) == Text(text="T")
+    assert item_of(row) == RenderedText(text="T")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +319,7 @@ def test_field_takes_ids_and_text_as_well_and_says_what_is_missing() -> None:
     ids = item_of({"tokens": [5, 6], "text": "T"}, ReadingOptions(fields=("tokens",)))
     assert ids.input_ids.tolist() == [5, 6]
     both = {"text": "T", "messages": [{"role": "user", "content": "M"}]}
-    assert item_of(both, ReadingOptions(fields=("text",))) == Text(text="T")
+    assert item_of(both, ReadingOptions(fields=("text",))) == RenderedText(text="T")
     reason, detail = refusal(both, ReadingOptions(fields=("chat",)))
     assert reason == RowReason.UNKNOWN_SHAPE
     assert detail == "--field chat: there is no such column; found: text, messages"

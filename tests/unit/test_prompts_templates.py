@@ -27,9 +27,16 @@ from templates import (
 )
 
 from prompts.inputs import RawRow
-from prompts.reading_options import ReadingOptions, Thinking, Tools, Train
+from prompts.reading_options import (
+    ReadingOptions,
+    TemplateOptions,
+    Thinking,
+    Tools,
+    Train,
+    Training,
+)
 from prompts.render import Renderer
-from prompts.types import Alteration, BadRow, Prompt, RowReason
+from prompts.types import Alteration, BadRow, Prompt, RowOrigin, RowReason
 
 TEMPLATES = {
     "llama3": LLAMA3,
@@ -80,7 +87,7 @@ def read(
     **row: Any,
 ) -> Prompt | BadRow:
     data = orjson.dumps({"messages": turns, **row})
-    raw = RawRow(ordinal=0, source="a", line=1, data=data, part=part)
+    raw = RawRow(ordinal=0, origin=RowOrigin(source="a", line=1, part=part), data=data)
     return Renderer(TOKENIZERS[name], options or ReadingOptions()).prompt_from(raw)
 
 
@@ -145,7 +152,7 @@ def test_every_answer_is_trained_and_nothing_else(name: str, system: bool) -> No
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_last_answer_only(name: str) -> None:
-    last = ReadingOptions(train=Train.LAST)
+    last = ReadingOptions(training=Training(answers=Train.LAST))
     assert trained(name, PLAIN, last) == PLAIN_EXPECTED[name][-1:]
 
 
@@ -236,7 +243,7 @@ def test_case_90_expand_gives_each_answer_its_reasoning_and_the_history_as_it_wa
     assert runs("qwen3", first) == ["<think>\nadd\n</think>\n\n4<|im_end|>"]
     assert runs("qwen3", second) == ["<think>\nmul\n</think>\n\n9<|im_end|>"]
     assert "add" not in text_of("qwen3", second)
-    assert (first.part, second.part, second.alterations) == (0, 1, ())
+    assert (first.origin.part, second.origin.part, second.alterations) == (0, 1, ())
 
 
 @pytest.mark.parametrize("thinking", [Thinking.KEEP, Thinking.EXPAND])
@@ -249,13 +256,19 @@ def test_case_90_reasoning_is_written_where_only_the_generation_prompt_opens_a_b
     thinking: Thinking, turn: dict[str, Any]
 ) -> None:
     turns = [user("hello"), answer("fine"), user("2+2?"), turn]
-    prompt = prompt_of("deepseek-r1", turns, ReadingOptions(thinking=thinking, train=Train.LAST))
+    prompt = prompt_of(
+        "deepseek-r1",
+        turns,
+        ReadingOptions(thinking=thinking, training=Training(answers=Train.LAST)),
+    )
     assert runs("deepseek-r1", prompt) == ["add\n</think>\n\n4<｜end▁of▁sentence｜>"]
     assert text_of("deepseek-r1", prompt).endswith(
         "<｜User｜>2+2?<｜Assistant｜><think>\nadd\n</think>\n\n4<｜end▁of▁sentence｜>"
     )
     assert prompt.alterations == (Alteration.THINKING_WRITTEN,)
-    untrained = ReadingOptions(thinking=thinking, train=Train.LAST, train_thinking=False)
+    untrained = ReadingOptions(
+        thinking=thinking, training=Training(answers=Train.LAST, reasoning=False)
+    )
     assert trained("deepseek-r1", turns, untrained) == ["4<｜end▁of▁sentence｜>"]
 
 
@@ -270,7 +283,11 @@ def test_case_94_a_rendered_text_gets_no_special_token_and_a_plain_one_is_remark
         ("<|im_start|>user\nHi<|im_end|>\n", ()),
         ("plain", (Alteration.NO_CONTROL_TOKEN,)),
     ]:
-        raw = RawRow(ordinal=0, source="a", line=1, data=orjson.dumps({"id": "p", "text": text}))
+        raw = RawRow(
+            ordinal=0,
+            origin=RowOrigin(source="a", line=1),
+            data=orjson.dumps({"id": "p", "text": text}),
+        )
         prompt = Renderer(TOKENIZERS["llama3"]).prompt_from(raw)
         assert isinstance(prompt, Prompt)
         assert text_of("llama3", prompt) == text
@@ -286,11 +303,11 @@ def test_case_94_a_rendered_text_gets_no_special_token_and_a_plain_one_is_remark
     ],
 )
 def test_thinking_can_be_left_untrained(name: str, expected: list[str]) -> None:
-    assert trained(name, THOUGHT, ReadingOptions(train_thinking=False)) == expected
+    assert trained(name, THOUGHT, ReadingOptions(training=Training(reasoning=False))) == expected
     # An empty block that the template writes is no answer, either.
     plain = [run.rpartition("</think>")[2].lstrip() for run in PLAIN_EXPECTED[name]]
     if name != "gpt-oss":
-        assert trained(name, PLAIN, ReadingOptions(train_thinking=False)) == plain
+        assert trained(name, PLAIN, ReadingOptions(training=Training(reasoning=False))) == plain
 
 
 # --- a </think> that does not end reasoning ----------------------------------------------------
@@ -326,7 +343,7 @@ def test_a_tag_that_an_answer_mentions_is_part_of_it(
     assert runs(name, prompt) == [f"{first}{content}{end}", f"{last}{content}{end}"]
     assert prompt.alterations == ()
     bare = [f"{content}{end}"] * 2
-    untrained = ReadingOptions(train_thinking=False)
+    untrained = ReadingOptions(training=Training(reasoning=False))
     assert trained(name, with_answer(content), untrained) == bare
     dropped = prompt_of(name, with_answer(content), ReadingOptions(thinking=Thinking.DROP))
     assert runs(name, dropped) == runs(name, prompt)
@@ -348,7 +365,7 @@ def test_reasoning_ends_at_its_own_tag_and_not_at_one_that_the_answer_mentions(
         options = ReadingOptions(thinking=thinking)
         prompt = prompt_of("qwen3-field", turns, options, 0)
         assert (runs("qwen3-field", prompt), prompt.alterations) == (whole, ())
-        untrained = ReadingOptions(thinking=thinking, train_thinking=False)
+        untrained = ReadingOptions(thinking=thinking, training=Training(reasoning=False))
         assert trained("qwen3-field", turns, untrained, 0) == bare
     dropping = ReadingOptions(thinking=Thinking.DROP)
     for name, empty in (("smollm2", ""), ("qwen3-field", "<think>\n\n</think>\n\n")):
@@ -358,7 +375,9 @@ def test_reasoning_ends_at_its_own_tag_and_not_at_one_that_the_answer_mentions(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-r1", "deepseek-v3.1"])
-@pytest.mark.parametrize("options", [ReadingOptions(), ReadingOptions(train=Train.LAST)])
+@pytest.mark.parametrize(
+    "options", [ReadingOptions(), ReadingOptions(training=Training(answers=Train.LAST))]
+)
 def test_a_template_that_cuts_an_answer_at_a_tag_fails_the_row(
     name: str, options: ReadingOptions
 ) -> None:
@@ -378,8 +397,12 @@ def test_a_template_that_cuts_at_the_first_tag_keeps_those_behind_it() -> None:
 def test_reasoning_whose_opening_tag_is_in_the_generation_prompt() -> None:
     turns = [user("hello"), answer("add\n</think>\n\n4")]
     assert trained("qwen3-field", turns) == [f"{BLOCK}4<|im_end|>"]
-    assert trained("qwen3-field", turns, ReadingOptions(train_thinking=False)) == ["4<|im_end|>"]
-    assert trained("smollm2", turns, ReadingOptions(train_thinking=False)) == ["4<|im_end|>"]
+    assert trained("qwen3-field", turns, ReadingOptions(training=Training(reasoning=False))) == [
+        "4<|im_end|>"
+    ]
+    assert trained("smollm2", turns, ReadingOptions(training=Training(reasoning=False))) == [
+        "4<|im_end|>"
+    ]
     assert trained("smollm2", turns, ReadingOptions(thinking=Thinking.DROP)) == ["4<|im_end|>"]
     hidden = prompt_of("deepseek-r1", turns)
     assert hidden.alterations == (Alteration.THINKING_HIDDEN,)
@@ -400,7 +423,7 @@ def test_an_ambiguous_closing_tag_fails_instead_of_being_guessed() -> None:
 @pytest.mark.parametrize("reasoning", ["4", "d", "I"])
 @pytest.mark.parametrize("reply", ["4", "d", "im", "end"])
 def test_a_short_answer_is_found_behind_its_reasoning(reasoning: str, reply: str) -> None:
-    options = ReadingOptions(train_thinking=False)
+    options = ReadingOptions(training=Training(reasoning=False))
     for name in ("qwen3", "glm", "gpt-oss"):
         end = {"qwen3": "<|im_end|>", "glm": "", "gpt-oss": "<|return|>"}[name]
         assert trained(name, [user("so?"), thoughtful(reply, reasoning)], options) == [reply + end]
@@ -419,14 +442,16 @@ def test_a_hidden_short_thought_is_detected_even_if_the_answer_repeats_it(reply:
 
 
 def test_template_kwargs_reach_the_template() -> None:
-    options = ReadingOptions(template_kwargs={"enable_thinking": False})
+    options = ReadingOptions(template=TemplateOptions(kwargs={"enable_thinking": False}))
     assert trained("qwen3", PLAIN, options) == ["fine thanks<|im_end|>", "hm,\nyes<|im_end|>"]
     asked = prompt_of("qwen3", [user("hello")], options)
     assert text_of("qwen3", asked).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_another_template_may_be_given() -> None:
-    options = ReadingOptions(chat_template=SMOLLM2.replace("You are a helpful assistant.", "Hm."))
+    options = ReadingOptions(
+        template=TemplateOptions(text=SMOLLM2.replace("You are a helpful assistant.", "Hm."))
+    )
     assert "system\nHm.<|im_end|>" in text_of("qwen3", prompt_of("qwen3", PLAIN, options))
     default = Renderer(TOKENIZERS["qwen3"]).template_digest
     assert Renderer(TOKENIZERS["qwen3"], options).template_digest != default
@@ -542,7 +567,7 @@ def test_content_beside_a_call_that_the_template_leaves_out_fails_the_row() -> N
 
 def test_a_part_of_the_history_that_the_template_leaves_out_fails_the_row() -> None:
     turns = [user("hm"), answer("one moment", tool_calls=[call()]), result("rain"), answer("rain")]
-    bad = read("llama3", turns, ReadingOptions(train=Train.LAST))
+    bad = read("llama3", turns, ReadingOptions(training=Training(answers=Train.LAST)))
     assert isinstance(bad, BadRow)
     assert bad.reason == RowReason.RENDER_FAILED
 
@@ -627,7 +652,7 @@ any_turns = st.lists(
 def test_whatever_the_turns_a_row_gives_a_prompt_or_a_reason(
     name: str, turns: Turns, thinking: Thinking, train_thinking: bool, tools: list[Any]
 ) -> None:
-    options = ReadingOptions(thinking=thinking, train_thinking=train_thinking)
+    options = ReadingOptions(thinking=thinking, training=Training(reasoning=train_thinking))
     item = read(name, [user("so?"), *turns], options, tools=tools)
     if isinstance(item, BadRow):
         return

@@ -22,12 +22,12 @@ from templates import SMOLLM2, tokenizer_for
 
 from prompts.dialects import count_parts
 from prompts.inputs import RawRow, scan_inputs
-from prompts.reading_options import ReadingOptions, Thinking, Train
+from prompts.reading_options import ReadingOptions, Thinking, Train, Training
 from prompts.render import Renderer
 from prompts.sniff import require_ignored
 from prompts.stream import read_prompts
 from prompts.training import is_trained, speaks_of_training
-from prompts.types import Alteration, BadRow, InputError, Prompt
+from prompts.types import Alteration, BadRow, InputError, Prompt, RowOrigin
 
 Row = dict[str, Any]
 IDS = [5, 6, 7, 8]
@@ -49,7 +49,11 @@ def answer(content: str, **flags: Any) -> Row:
 
 def read(row: Row, options: ReadingOptions | None = None, part: int | None = None) -> Any:
     renderer = plain_renderer() if options is None else Renderer(tokenizer_for(SMOLLM2), options)
-    raw = RawRow(ordinal=0, source="p", line=1, data=orjson.dumps(row), part=part)
+    raw = RawRow(
+        ordinal=0,
+        origin=RowOrigin(source="p", line=1, part=part),
+        data=orjson.dumps(row),
+    )
     return renderer.prompt_from(raw)
 
 
@@ -500,7 +504,7 @@ def test_an_excluded_answer_stays_in_the_history() -> None:
 
 
 def test_the_last_answer_is_the_last_one_whether_it_is_trained_or_not() -> None:
-    last = ReadingOptions(train=Train.LAST)
+    last = ReadingOptions(training=Training(answers=Train.LAST))
     assert trained(read({"messages": chat({"weight": 0})}, last)) == SECOND
     refused(read({"messages": chat({}, {"weight": 0})}, last), "no_supervision", "every answer")
 

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prompts.types import Prompt, prompt_key
+from prompts.types import Prompt, RowOrigin, prompt_key
 
 
 def make_prompt(ids: list[int], mask: list[int]) -> Prompt:
     return Prompt(
         ordinal=0,
-        source="a.jsonl",
-        line=1,
+        origin=RowOrigin(source="a.jsonl", line=1),
         label=None,
         input_ids=np.array(ids, dtype=np.int32),
         loss_mask=np.array(mask, dtype=np.uint8),
@@ -81,8 +80,7 @@ def test_a_prompt_refuses_arrays_of_another_kind(
     with pytest.raises(ValueError, match=message):
         Prompt(
             ordinal=0,
-            source="a",
-            line=1,
+            origin=RowOrigin(source="a", line=1),
             label=None,
             input_ids=ids,  # type: ignore[arg-type]  # another kind, as nothing checked it
             loss_mask=mask,  # type: ignore[arg-type]

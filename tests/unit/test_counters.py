@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.core.counters import Counters, Pace, ServerNow, Stage
+from extractor.core.counters import Counters, InputRows, Moment, Pace, ServerNow, Stage
 from extractor.core.histogram import BOUNDS_S, SHOWN_BOUNDS_S, Durations
 from extractor.status.report import session_document
 from manifest.states import Reason
@@ -95,10 +95,10 @@ def test_speed_of_late_forgets_what_was_before() -> None:
 
 
 def test_failed_rows_are_the_sum_of_their_reasons() -> None:
-    counters = Counters(num_rows=10, settled_before=2, stored=3)
-    counters.failed_by_reason[Reason.BAD_JSON] += 1
-    counters.failed_by_reason[Reason.TOO_LONG] += 2
-    assert (counters.failed, counters.settled) == (3, 8)
+    counters = Counters(rows=InputRows(total=10, settled_before=2, stored=3))
+    counters.rows.failed_by_reason[Reason.BAD_JSON] += 1
+    counters.rows.failed_by_reason[Reason.TOO_LONG] += 2
+    assert (counters.rows.failed, counters.rows.settled) == (3, 8)
     document = session_document(counters)
     assert document["failed_by_reason"] == {"bad_json": 1, "too_long": 2}
 
@@ -106,15 +106,17 @@ def test_failed_rows_are_the_sum_of_their_reasons() -> None:
 def test_the_document_says_how_things_stand() -> None:
     counters = Counters()
     counters.observe(
-        servers=(
-            ServerNow(url="a", is_up=True, in_flight=3, request_limit=8, num_prompts=6),
-            ServerNow(url="b", is_up=False, in_flight=0, request_limit=0, num_prompts=4),
-        ),
-        shm_bytes=100,
-        peak_shm_bytes=300,
-        budget_bytes=1000,
-        budget_queue=2,
-        mover_queue=5,
+        Moment(
+            servers=(
+                ServerNow(url="a", is_up=True, in_flight=3, request_limit=8, num_prompts=6),
+                ServerNow(url="b", is_up=False, in_flight=0, request_limit=0, num_prompts=4),
+            ),
+            shm_bytes=100,
+            peak_shm_bytes=300,
+            budget_bytes=1000,
+            budget_queue=2,
+            mover_queue=5,
+        )
     )
     counters.stages[Stage.RESIDENCY].add(0.02)
     document = session_document(counters)

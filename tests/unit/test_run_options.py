@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import make_identity, make_ready
+from helpers import make_identity, run_options
 
 from extractor.core.errors import ConfigMismatch, UsageError
 from extractor.core.identity import Identity
 from extractor.core.row_policy import Policy
-from extractor.core.run_options import RunOptions
 from extractor.pipeline.resume import difference_of
 from manifest.records import Source
 from prompts.inputs import InputFile
@@ -42,17 +40,16 @@ def test_a_manifest_cut_off_before_it_began_says_so() -> None:
 
 
 def test_every_field_of_the_identity_has_a_case_here() -> None:
-    names = {field.name for field in dataclasses.fields(Identity)}
-    assert names == set(OTHER) | {"model"}
+    assert set(make_identity().to_document()) == set(OTHER) | {"model"}
 
 
-#: Compared for each server start: see tests/unit/test_served.py.
+#: Compared for each server start: see tests/unit/test_server_facts.py.
 OF_THE_SERVER = {"architecture", "config_digest", "quantization"}
 
 
 @pytest.mark.parametrize("field", sorted(OF_THE_SERVER))
 def test_server_fields_are_left_to_provenance(field: str) -> None:
-    changed = dataclasses.replace(make_identity(), **{field: OTHER[field]})
+    changed = make_identity(**{field: OTHER[field]})
     changed.require_same(make_identity(), out=Path("out"))
 
 
@@ -60,11 +57,11 @@ def test_server_fields_are_left_to_provenance(field: str) -> None:
 def test_a_field_that_differs_is_named_with_both_values(field: str) -> None:
     identity = make_identity()
     identity.require_same(identity, out=Path("out"))
-    changed = dataclasses.replace(identity, **{field: OTHER[field]})
+    changed = make_identity(**{field: OTHER[field]})
     with pytest.raises(ConfigMismatch) as caught:
         changed.require_same(identity, out=Path("out"))
     lines = str(caught.value).splitlines()
-    name, before, now = field, getattr(identity, field), OTHER[field]
+    name, before, now = field, identity.to_document()[field], OTHER[field]
     if field == "reading":
         name, before, now = "--thinking", before["thinking"], now["thinking"]
     before_shown = "no value" if before is None else repr(before)
@@ -121,7 +118,7 @@ def test_an_option_that_was_not_given_is_told_in_words() -> None:
 
 
 def test_a_manifest_from_before_an_option_has_its_default() -> None:
-    now = RunOptions(prompts=(Path("p"),)).reading_document
+    now = run_options().input.document
     before = {name: value for name, value in now.items() if name not in ("tools", "min_trained")}
     make_identity(reading=now).require_same(make_identity(reading=before), out=Path("out"))
     asked = make_identity(reading={**now, "tools": "drop", "ignore_column": ["weight"]})
@@ -150,23 +147,6 @@ def test_an_identity_of_another_version_is_refused_by_field() -> None:
         Identity.from_document(document)
 
 
-def test_an_identity_is_that_of_the_plugin_and_the_input() -> None:
-    identity = Identity.of(
-        make_ready(quantization="fp8"),
-        tokenizer_digest="a",
-        template_digest="b",
-        reading={"train": "all"},
-        inputs=("c",),
-    )
-    assert identity == make_identity(
-        quantization="fp8",
-        tokenizer_digest="a",
-        template_digest="b",
-        reading={"train": "all"},
-        inputs=("c",),
-    )
-
-
 @pytest.mark.parametrize(
     ("field", "option", "value"),
     [
@@ -178,7 +158,7 @@ def test_an_identity_is_that_of_the_plugin_and_the_input() -> None:
 )  # fmt: skip
 def test_an_option_out_of_bounds_is_named(field: str, option: str, value: float) -> None:
     with pytest.raises(UsageError, match=rf"{option} must be >= .*, is {value}"):
-        RunOptions(prompts=(Path("p"),), **{field: value})  # type: ignore[arg-type]
+        run_options(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -194,14 +174,14 @@ def test_an_option_out_of_bounds_is_named(field: str, option: str, value: float)
 )  # fmt: skip
 def test_an_absurdly_large_option_is_named(field: str, option: str, value: float) -> None:
     with pytest.raises(UsageError, match=rf"{option} must be <= \d+, is"):
-        RunOptions(prompts=(Path("p"),), **{field: value})  # type: ignore[arg-type]
+        run_options(**{field: value})
 
 
 @pytest.mark.parametrize("field", ["request_timeout_s", "dump_timeout_s", "server_wait_s"])
 def test_not_a_number_is_no_time(field: str) -> None:
     option = f"--{field.removesuffix('_s').replace('_', '-')}"
     with pytest.raises(UsageError, match=rf"{option} must be >= .*, is nan"):
-        RunOptions(prompts=(Path("p"),), **{field: math.nan})  # type: ignore[arg-type]
+        run_options(**{field: math.nan})
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "min_tokens", "min_trained"])
@@ -213,14 +193,14 @@ def test_a_number_of_tokens_has_a_bound(field: str) -> None:
 
 @pytest.mark.parametrize("out", ["dumps", "dumps/out", "dumps/../dumps/a/b"])
 def test_a_data_set_in_the_dump_directory_is_refused(tmp_path: Path, out: str) -> None:
-    with pytest.raises(UsageError, match="lies in the dump directory"):
-        RunOptions(prompts=(Path("p"),), out=tmp_path / out, dump_root=tmp_path / "dumps")
-    RunOptions(prompts=(Path("p"),), out=tmp_path / "dumps-out", dump_root=tmp_path / "dumps")
+    with pytest.raises(UsageError, match="is inside the dump directory"):
+        run_options(out=tmp_path / out, dump_root=tmp_path / "dumps")
+    run_options(out=tmp_path / "dumps-out", dump_root=tmp_path / "dumps")
 
 
 def test_a_run_needs_prompts() -> None:
     with pytest.raises(UsageError, match="prompt file"):
-        RunOptions(prompts=())
+        run_options(prompts=())
 
 
 @pytest.mark.parametrize(
@@ -228,4 +208,4 @@ def test_a_run_needs_prompts() -> None:
 )
 def test_an_address_that_is_none_is_refused_with_how_to_write_it(url: str) -> None:
     with pytest.raises(UsageError, match="http://HOST:PORT"):
-        RunOptions(prompts=(Path("p"),), server_urls=(url,))
+        run_options(server_urls=(url,))

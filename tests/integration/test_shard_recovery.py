@@ -7,18 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
+from helpers import Notes, assert_whole, make_prompts, options_for, run, write_prompts
 
 from extractor.core.errors import UsageError
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from extractor.verify.repair import audit_and_repair
 from manifest.store import Store
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 PROMPTS = make_prompts(12, shortest=20)
 
 
@@ -65,54 +63,58 @@ async def test_shards_without_their_manifest_are_not_written_over(
     says: str,
     is_open: bool,
 ) -> None:
-    manifest = options.out / MANIFEST_NAME
+    manifest = options.output.directory / MANIFEST_NAME
     kept = manifest.read_bytes()
     if is_open:
-        for path in (options.out / "shards").iterdir():
+        for path in (options.output.directory / "shards").iterdir():
             path.rename(path.with_name(f".{path.stem}.open"))
-    before = files_of(options.out)
+    before = files_of(options.output.directory)
     assert len(before) > 1
     damage(manifest)
     async with FakeServer(dump_root).running() as server:
-        again = options_for(server, options.prompts[0], options.out, shard_bytes=40_000)
+        again = options_for(
+            server, options.input.paths[0], options.output.directory, shard_bytes=40_000
+        )
         with pytest.raises(UsageError, match=says) as caught:
             await run(again, notes)
         assert "Restore manifest.sqlite from a copy, or name another --out" in str(caught.value)
         assert sorted(before)[0] in str(caught.value)
-        (finding,) = audit(options.out).findings
+        (finding,) = audit(options.output.directory).findings.all
         assert (finding.kind, says in finding.detail) == ("manifest_damaged", True)
-        _, repair = audit_and_repair(options.out)
+        _, repair = audit_and_repair(options.output.directory)
         assert says in (repair.refused or "")
-        assert files_of(options.out) == before
+        assert files_of(options.output.directory) == before
         if not is_open:
             manifest.write_bytes(kept)  # what the message says to do
             await run(again, notes)
-            assert_whole(options.out, PROMPTS)
+            assert_whole(options.output.directory, PROMPTS)
 
 
 async def test_shards_that_an_older_manifest_does_not_know_are_not_written_over(
     options: RunOptions, dump_root: Path, notes: Notes
 ) -> None:
-    store = Store.create_or_open(options.out / MANIFEST_NAME)
+    store = Store.create_or_open(options.output.directory / MANIFEST_NAME)
     last = max(shard.number for shard in store.shards())
     store.forget_stored([row.ordinal for row in store.shard_rows(last)])
     store.drop_shard(last)
     store.close()
-    before = files_of(options.out)
+    before = files_of(options.output.directory)
     async with FakeServer(dump_root).running() as server:
-        again = options_for(server, options.prompts[0], options.out, shard_bytes=40_000)
+        again = options_for(
+            server, options.input.paths[0], options.output.directory, shard_bytes=40_000
+        )
         with pytest.raises(UsageError, match=f"shard-{last:06d}.*does not know of them"):
             await run(again, notes)
-    assert files_of(options.out) == before
+    assert files_of(options.output.directory) == before
 
 
 async def test_a_repair_says_that_it_leaves_unknown_shards_alone(options: RunOptions) -> None:
-    source = options.out / "shards" / "shard-000000.safetensors"
+    source = options.output.directory / "shards" / "shard-000000.safetensors"
     stray = source.with_name("shard-000777.safetensors")
     shutil.copy(source, stray)
-    found, repair = audit_and_repair(options.out)
-    assert [finding.kind for finding in found.findings] == ["shard_unknown"]
-    assert repair.unknown == (str(stray),)
+    found, repair = audit_and_repair(options.output.directory)
+    assert [finding.kind for finding in found.findings.all] == ["shard_unknown"]
+    assert repair.unknown == [str(stray)]
     assert "left alone 1 file that this data set did not write" in repair.to_text()
     assert str(stray) in repair.to_text()
     assert stray.read_bytes() == source.read_bytes()
