@@ -8,20 +8,13 @@ from typing import Any, NoReturn
 import click
 
 from extractor.cli.console import report, run_async
-from extractor.cli.options import (
-    BYTES,
-    DUMP_DIR_OPTION,
-    LAST_OPTION,
-    LAYERS_OPTION,
-    PATH,
-    SGLANG_ARGUMENTS,
-    TEXT,
-    PassingCommand,
-    seconds_option,
-)
+from extractor.cli.field_options import field_options, value_of
+from extractor.cli.option_types import BYTES, LAST_KIND, PATH, TEXT
+from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand, seconds_option
 from extractor.core.errors import ServerError
+from extractor.core.run_options import Servers
 from extractor.servers.launcher import free_port, running_server
-from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PRESETS, ServeOptions
+from extractor.servers.sglang_flags import PRESETS, ServeOptions
 
 
 @click.command("serve", cls=PassingCommand)
@@ -36,9 +29,7 @@ from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, PR
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
-@DUMP_DIR_OPTION
-@LAYERS_OPTION
-@LAST_OPTION
+@field_options(Servers, "dump_root", "layers", "last_kind", last_kind=LAST_KIND)
 @click.option(
     "--radix-cache/--no-radix-cache",
     default=False,
@@ -84,8 +75,6 @@ def serve_command(
     /,
     host: str,
     port: int,
-    layers: str | None,
-    last_kind: str | None,
     **values: Any,
 ) -> None:
     """Start SGLang with the plugin; print its address on stdout when it is ready.
@@ -93,13 +82,12 @@ def serve_command(
     Ends when the server does, or within 20 s of Ctrl-C or SIGTERM, which stop the server's whole
     process tree.
     """
-    options = ServeOptions(
-        port=port or free_port(host),
+    options = value_of(
+        ServeOptions,
+        values,
         host=host,
-        layers=layers or DEFAULT_LAYERS,
-        last_kind=last_kind or DEFAULT_LAST_KIND,
+        port=port or free_port(host),
         arguments=context.meta[SGLANG_ARGUMENTS],
-        **values,
     )
     run_async(_serve(options))
 

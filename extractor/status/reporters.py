@@ -91,7 +91,9 @@ class JsonReporter(LineReporter):
     def report(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
     ) -> None:
-        print(log_line(message, event=event, level=level, **fields), file=self._stream, flush=True)
+        line = log_line(message, event=event, level=level, **fields)
+        self._stream.write(f"{line}\n")  # at once: other threads write log records there
+        self._stream.flush()
 
 
 class Together:
