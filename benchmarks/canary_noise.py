@@ -56,7 +56,7 @@ async def load(target: Target) -> AsyncIterator[None]:
             prompts = random_prompts(
                 BESIDE,
                 num_tokens=BESIDE_TOKENS,
-                vocab_size=target.ready.vocab_size,
+                vocab_size=target.ready.model.vocab_size,
                 generator=generator,
             )
             await prefill_s(target.url, prompts, concurrency=BESIDE)
@@ -91,7 +91,7 @@ async def measure(
     ids = None if reference is None else ids_of(reference).tolist()
     async with Client(url, concurrency=BESIDE + 1, request_timeout_s=600.0) as client:
         target = await require_target(client, options)
-        print(f"{target.ready.model_path}: {facts_of(target.ready)}")
+        print(f"{target.ready.model.path}: {facts_of(target.ready)}")
         alone = await canaries(client, target, rounds, ids)
         if reference is None:
             reference = alone[0]

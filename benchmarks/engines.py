@@ -19,7 +19,7 @@ from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import Rank
 from extractor.servers.client import Client
 from extractor.servers.launcher import free_port
-from extractor.servers.sglang_flags import ServeOptions
+from extractor.servers.sglang_flags import EngineOptions, PluginOptions, ServeOptions
 from extractor.system.process_tree import ServerProcess, started
 
 START_TIMEOUT_S = 420.0
@@ -66,20 +66,17 @@ async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engi
     """
     root = spec.dump_root or Path("/nonexistent")
     options = ServeOptions(
-        model=spec.model,
-        port=spec.port,
-        dump_root=root,
-        layers=spec.layers,
-        last_kind=spec.last_kind,
-        arguments=spec.arguments,
+        engine=EngineOptions(model=spec.model, port=spec.port, arguments=spec.arguments),
+        plugin=PluginOptions(dump_root=root, layers=spec.layers, last_kind=spec.last_kind),
     )
+    version = importlib.metadata.version("sglang")
     boot_id = f"{spec.name}-{secrets.token_hex(3)}"
     base = {**os.environ, **spec.environment}
     if spec.dump_root is None:
         environment = {**base, "PYTHONUNBUFFERED": "1"}
     else:
         environment = options.environment(base, boot_id=boot_id)
-    command = options.command(sys.executable, engine_version=importlib.metadata.version("sglang"))
+    command = options.engine.command(sys.executable, engine_version=version)
     log_directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as scratch:
@@ -88,7 +85,7 @@ async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engi
             started(
                 command, environment=environment, log_path=log_directory / f"{spec.name}.log"
             ) as process,
-            Client(options.url, concurrency=1, request_timeout_s=60.0) as client,
+            Client(options.engine.url, concurrency=1, request_timeout_s=60.0) as client,
         ):
             ranks: tuple[Rank, ...] = ()
             while True:
@@ -102,13 +99,19 @@ async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engi
                     ranks = tuple(r for r in writers.alive if r.ready.boot_id.startswith(boot_id))
                     if any(failed.directory.parent.name == boot_id for failed in writers.failed):
                         raise Failed(f"{spec.name}: {writers.failed}")
-                    if spec.dump_root is None or (ranks and len(ranks) == ranks[0].ready.dp_size):
+                    if spec.dump_root is None or (
+                        ranks and len(ranks) == ranks[0].ready.engine.dp_size
+                    ):
                         break
                 await asyncio.sleep(1.0)
             start_s = time.monotonic() - begun
             print(f"# {spec.name} up after {start_s:.0f} s", flush=True)
             yield Engine(
-                name=spec.name, url=options.url, process=process, ranks=ranks, start_s=start_s
+                name=spec.name,
+                url=options.engine.url,
+                process=process,
+                ranks=ranks,
+                start_s=start_s,
             )
 
 

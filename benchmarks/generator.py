@@ -21,8 +21,10 @@ import numpy.typing as npt
 
 from benchmarks.command import command_parser, number_from, run_command
 from extractor.core.layout import Layout
-from extractor.testing.fake_server import FakeModel, FakeServer, Fault
-from server_patch.dump_format import DumpHeader, dump_name, encode_header
+from extractor.testing.fake_model import FakeModel
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
+from server_patch.dump_format import DumpHeader, StateLayout, dump_name, encode_header
 from server_patch.durable_files import Buffer, write_whole
 
 VOCAB_SIZE = 32_000
@@ -53,10 +55,12 @@ class Generator(FakeServer):
             rid=rid,
             start=0,
             rows=len(ids),
-            boundaries=layout.boundaries,
-            hidden_size=layout.hidden_size,
-            dtype=layout.dtype,
-            last_kind="post",
+            layout=StateLayout(
+                boundaries=layout.boundaries,
+                hidden_size=layout.hidden_size,
+                dtype=layout.dtype,
+                last_kind="post",
+            ),
             boot_id=self.boot_id,
             rank=0,
             counter=counter,

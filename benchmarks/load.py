@@ -49,7 +49,7 @@ def prompts_for(dump_root: Path, count: int, *, num_tokens: int) -> list[Prompt]
     return random_prompts(
         count,
         num_tokens=num_tokens,
-        vocab_size=serving_ranks(dump_root)[0].ready.vocab_size,
+        vocab_size=serving_ranks(dump_root)[0].ready.model.vocab_size,
         generator=np.random.default_rng(0),
     )
 

@@ -1,9 +1,9 @@
-"""A manifest of many rows: how long planning, a whole run's changes, resume and status take.
+"""Measures a whole run's changes, resume and status on a manifest of many rows.
 
     python -m benchmarks.manifest_scale --rows 10000000 --directory /some/disk
 
-Plans every row, takes most of them through to STORED, fails some, leaves a few in flight as a kill
-would, and then measures what a new process does first. Nothing here is the model's work: the
+Plans every row and stores or fails it some rows later, leaves a few in flight as a kill would, and
+then measures what a new process does first. Nothing here is the model's work: the
 figures are the client's own bound.
 
     python -m benchmarks.manifest_scale --rows 20000 --busy 200
@@ -30,8 +30,18 @@ from typing import Protocol, TypeVar
 
 from benchmarks.command import command_parser, directory, number_from, run_command
 from extractor.core.humanize import amount, table
-from manifest.records import Change, Failed, Moved, Planned, Shard, Source, Stored
-from manifest.states import Event, Reason
+from manifest.records import (
+    Change,
+    Failed,
+    Planned,
+    PromptFacts,
+    Shard,
+    Source,
+    SourceRow,
+    Stored,
+    StoredSample,
+)
+from manifest.states import Reason
 from manifest.store import Store
 from manifest.writer_thread import Commits, StoreOwner
 
@@ -63,33 +73,31 @@ def key_of(n: int) -> str:
 
 def planned(n: int) -> Planned:
     return Planned(
-        ordinal=n, source=0, line=n + 1, label=None, key=key_of(n), num_tokens=2048,
-        num_trained=1000,
-    )  # fmt: skip
+        origin=SourceRow(ordinal=n, source=0, line=n + 1),
+        prompt=PromptFacts(key=key_of(n), num_tokens=2048, num_trained=1000),
+    )
 
 
 def stored(n: int) -> Stored:
     shard, place = divmod(n, SAMPLES_PER_SHARD)
-    return Stored(
-        ordinal=n, shard=shard, offset=4096 + place * SAMPLE_BYTES, size_bytes=SAMPLE_BYTES,
+    sample = StoredSample(
+        shard=shard, offset=4096 + place * SAMPLE_BYTES, size_bytes=SAMPLE_BYTES,
         digest="0" * 32, num_pieces=1,
     )  # fmt: skip
-
-
-def moved(n: int, event: Event) -> Moved:
-    return Moved(ordinal=n, event=event, attempts=1)
+    return Stored(ordinal=n, sample=sample, attempts=1)
 
 
 def life(rows: int) -> Iterator[Change]:
-    """What a run posts for every row after planning it."""
-    for n in range(rows):
-        yield moved(n, Event.SEND)
-        if n >= rows - NUM_LEFT:
+    """The changes that a run posts, with NUM_LEFT rows in flight."""
+    for newest in range(rows):
+        yield planned(newest)
+        n = newest - NUM_LEFT
+        if n < 0:
             continue
         if n % FAILED_EVERY == 0:
             yield Failed(ordinal=n, reason=Reason.NONFINITE, detail="", attempts=1)
-            continue
-        yield from (moved(n, Event.DUMP), moved(n, Event.VERIFY), stored(n))
+        else:
+            yield stored(n)
 
 
 def begin(store: Store, rows: int) -> None:
@@ -111,9 +119,9 @@ def apply(store: Store, changes: Iterator[Change]) -> None:
 def measure(path: Path, rows: int) -> list[tuple[str, str]]:
     store = Store.create_or_open(path)
     begin(store, rows)
-    _, planning_s = timed(lambda: apply(store, map(planned, range(rows))))
-    after_planning = memory()
+    before = processor_s()
     _, living_s = timed(lambda: apply(store, life(rows)))
+    core_s = processor_s() - before
     after_life = memory()
     store.close()
 
@@ -121,7 +129,7 @@ def measure(path: Path, rows: int) -> list[tuple[str, str]]:
         store = Store.create_or_open(path)
         store.shards()
         settled = sum(end - begin for begin, end in store.settled_ranges())
-        store.attempts(), store.suspects(), store.reopen_unfinished()
+        store.attempts(), store.suspects()
         return store, settled
 
     (store, settled), resuming_s = timed(resume)
@@ -143,15 +151,15 @@ def measure(path: Path, rows: int) -> list[tuple[str, str]]:
     store.close()
     return [
         ("rows", f"{rows:,}"),
-        ("planned", f"{rows / planning_s:,.0f} rows/s"),
-        ("sent, dumped, verified, stored", f"{rows / living_s:,.0f} rows/s"),
+        ("planned and stored", f"{rows / living_s:,.0f} rows/s"),
+        ("processor time of a row", f"{1e6 * core_s / rows:,.1f} µs"),
         ("time to resume", f"{1e3 * resuming_s:,.1f} ms"),
         ("time of status", f"{1e3 * status_s:,.1f} ms"),
         ("counting duplicates (verify, end of run)", f"{duplicates_s:,.1f} s"),
         ("integrity check (verify)", f"{checking_s:,.1f} s"),
         ("manifest", amount(path.stat().st_size)),
-        ("memory after planning, at the end of the run, at the end",
-         f"{amount(after_planning)}, {amount(after_life)}, {amount(memory())}"),
+        ("memory at the end of the run, at the end",
+         f"{amount(after_life)}, {amount(memory())}"),
     ]  # fmt: skip
 
 
@@ -191,10 +199,8 @@ async def samples_in_flight(owner: Owner, rows: int, turns: int) -> None:
 
     async def live(n: int) -> None:
         owner.post(planned(n))
-        owner.post(moved(n, Event.SEND))
         compute(turns // 2)
         await asyncio.sleep(0)
-        owner.post(moved(n, Event.DUMP))
         compute(turns // 2)
         verified.put_nowait(n)
 
@@ -204,7 +210,7 @@ async def samples_in_flight(owner: Owner, rows: int, turns: int) -> None:
             group = [await verified.get()]
             while not verified.empty():
                 group.append(verified.get_nowait())
-            await owner.commit(*(c for n in group for c in (moved(n, Event.VERIFY), stored(n))))
+            await owner.commit(*map(stored, group))
             for _ in group:
                 places.release()
             left -= len(group)
@@ -263,10 +269,8 @@ def commit_times(path: Path, rows: int, *, is_busy: bool) -> float:
         begin(store, rows)
         for start in range(0, rows, GROUP):
             changes: list[Change] = []
-            for n in range(start, min(start + GROUP, rows)):
-                changes += (planned(n), moved(n, Event.SEND))
-            for n in range(max(0, start - GROUP), start):
-                changes += (moved(n, Event.DUMP), moved(n, Event.VERIFY), stored(n))
+            changes += map(planned, range(start, min(start + GROUP, rows)))
+            changes += map(stored, range(max(0, start - GROUP), start))
             seconds.append(timed(partial(store.apply, changes))[1])
         store.close()
 
@@ -304,7 +308,7 @@ def measure_busy(directory: Path, rows: int, busy_s: float, rounds: int) -> list
          f"{1e6 * statistics.median(costs):.0f} µs"),
         ("commits of the last round", f"{last.count:,}: {last.changes / last.count:.0f} "
          f"changes, {1e3 * last.seconds / last.count:.1f} ms each"),
-        (f"a commit of {5 * GROUP} changes, and beside a thread that only computes",
+        (f"a commit of {2 * GROUP} changes, and beside a thread that only computes",
          f"{1e3 * alone_s:.1f} ms, {1e3 * busy_commit_s:.1f} ms"),
     ]  # fmt: skip
 

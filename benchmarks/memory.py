@@ -87,7 +87,7 @@ async def readings(
             prompts = random_prompts(
                 checkpoint - sent,
                 num_tokens=num_tokens,
-                vocab_size=ranks[0].ready.vocab_size,
+                vocab_size=ranks[0].ready.model.vocab_size,
                 generator=generator,
             )
             await prefill_s(url, prompts, concurrency=concurrency)
@@ -96,7 +96,7 @@ async def readings(
                 Reading(
                     requests=sent,
                     dump_bytes=sink.num_bytes,
-                    schedulers=sum(private_bytes(rank.ready.pid) for rank in ranks),
+                    schedulers=sum(private_bytes(rank.ready.process.pid) for rank in ranks),
                     writers=sum(map(private_bytes, writer_pids(ranks))),
                     gpu=gpu_bytes(),
                 )
@@ -108,9 +108,9 @@ async def readings(
 
 
 def writer_pids(ranks: Sequence[Rank]) -> Iterator[int]:
-    """The writer processes: the schedulers' children that run our scribe."""
+    """The writer processes: the schedulers' children that run `writer_process`."""
     for rank in ranks:
-        for child in psutil.Process(rank.ready.pid).children():
+        for child in psutil.Process(rank.ready.process.pid).children():
             if any("server_patch.writer_process" in argument for argument in child.cmdline()):
                 yield child.pid
 

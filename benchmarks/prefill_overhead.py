@@ -94,7 +94,7 @@ async def measure(
 ) -> Result:
     """Interleaved rounds after one of each server and each client that does not count."""
     generator = np.random.default_rng(seed)
-    vocab_size = patched.ranks[0].ready.vocab_size
+    vocab_size = patched.ranks[0].ready.model.vocab_size
     count = plan.num_prompts(prompt_tokens)
     clients = clients or {}
 
@@ -145,7 +145,7 @@ async def measure(
         forwards=forwards,
         tap_ms_per_forward=1e3 * spent["tap_seconds"] / max(1, forwards),
         ring_wait_s=spent["ring_wait_seconds"],
-        ring_bytes=sum(rank.ready.ring_bytes for rank in patched.ranks),
+        ring_bytes=sum(rank.ready.capture.ring_bytes for rank in patched.ranks),
         ring_peak_bytes=int(after["ring_peak_bytes"]),
         write_gigabytes_per_s=spent["dump_bytes"] / max(1e-9, spent["write_seconds"]) / 1e9,
     )
@@ -260,10 +260,10 @@ async def measure_lengths(
     if options.gigabytes_per_round:
         ready = patched.ranks[0].ready
         of_token = bytes_per_token(
-            num_boundaries=len(ready.boundaries),
-            hidden_size=ready.hidden_size,
-            dtype=ready.dtype,
-            last_kind=ready.last_kind,
+            num_boundaries=len(ready.capture.boundaries),
+            hidden_size=ready.model.hidden_size,
+            dtype=ready.model.dtype,
+            last_kind=ready.capture.last_kind,
         )
         tokens_per_round = int(options.gigabytes_per_round * 1e9 / of_token)
     plan = Plan(

@@ -22,15 +22,18 @@ import torch
 
 from benchmarks.command import command_parser, number_from, run_command
 from benchmarks.sinks import NullSink
+from server_patch.dump_dir import RankDir
+from server_patch.dump_format import StateLayout
 from server_patch.ring import Ring, plan_ring
-from server_patch.sglang_api import Batch
-from server_patch.slot_layout import Layout
+from server_patch.sglang_api import PrefillBatch
+from server_patch.slot_layout import SlotLayout
 from server_patch.staging import CpuStager, States
-from server_patch.stats import Stats
+from server_patch.stats import Stats, StatsFile
 from server_patch.tap import Tap
 from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool
 from server_patch.writer_protocol import Assignment
+from server_patch.writer_supervisor import WriterSupervisor
 
 HIDDEN_SIZE = 64
 TOKENS = 16  # of a request
@@ -38,38 +41,35 @@ WORK_MS = 10.0  # of the engine's thread between two forwards
 BOUNDARIES = (2, 4, 5)
 
 
-def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, WriterPool]:
+def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, WriterSupervisor]:
     """A tap with all that is behind it in a server."""
-    layout = Layout(
-        num_boundaries=len(BOUNDARIES), hidden_size=HIDDEN_SIZE, dtype="BF16", last_kind="post"
+    states = StateLayout(
+        boundaries=BOUNDARIES, hidden_size=HIDDEN_SIZE, dtype="BF16", last_kind="post"
     )
+    layout = SlotLayout(states)
     plan = plan_ring(layout=layout, forward_rows=rows, num_slots=4, total_bytes=None, pinned=False)
     ring = Ring(plan, pinned=False)
     stats = Stats()
+    rank_dir = RankDir(directory=directory, boot_id="benchmark", rank=0, file_mode=0o600)
 
     def assignment(socket_descriptor: int) -> Assignment:
         return Assignment(
-            directory=str(directory),
-            file_mode=0o600,
-            layout=layout,
-            boundaries=BOUNDARIES,
-            boot_id="benchmark",
-            rank=0,
-            slot_bytes=plan.slot_bytes,
-            ring_bytes=plan.total_bytes,
-            ring_descriptor=ring.descriptor,
+            rank_dir=rank_dir,
+            states=states,
+            ring=ring.map,
             socket_descriptor=socket_descriptor,
         )
 
     stager = CpuStager()
+    supervisor = WriterSupervisor(assignment)
     writers = WriterPool(
-        assignment=assignment,
-        directory=directory,
-        file_mode=0o600,
+        supervisor,
         num_writers=num_writers,
+        rank_dir=rank_dir,
         ring=ring,
         stager=stager,
         stats=stats,
+        stats_file=StatsFile(stats, rank_dir),
     )
     writers.start()
     tap = Tap(
@@ -81,13 +81,13 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
         stats=stats,
         weights=Weights(boot_id="benchmark", found=None),
     )
-    return tap, writers
+    return tap, supervisor
 
 
-def make_forward(requests: int) -> tuple[Batch, States]:
+def make_forward(requests: int) -> tuple[PrefillBatch, States]:
     rows = requests * TOKENS
     ids = torch.arange(rows)
-    batch = Batch(
+    batch = PrefillBatch(
         rids=[f"xtr-benchmark-{number}-1" for number in range(requests)],
         extend_lens=[TOKENS] * requests,
         prefix_lens=[0] * requests,

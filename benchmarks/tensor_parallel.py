@@ -40,7 +40,7 @@ ANSWER_TIMEOUT_S = 120.0
 async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
     """Mixed lengths at once: every prompt's pieces tile it once, with its own tokens."""
     prompts = mixed_prompts(
-        48, vocab_size=server.ranks[0].ready.vocab_size, longest=6000, seed=seed
+        48, vocab_size=server.ranks[0].ready.model.vocab_size, longest=6000, seed=seed
     )
     await prefill_s(server.url, prompts, concurrency=48)
     await asyncio.sleep(2.0)
@@ -69,9 +69,9 @@ async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
         "writers": len(server.ranks),
         "writers_used": len({p.handle.path.parent for ps in pieces.values() for p in ps}),
         "ready": {
-            "tp_size": server.ranks[0].ready.tp_size,
-            "dp_size": server.ranks[0].ready.dp_size,
-            "boundaries": server.ranks[0].ready.boundaries,
+            "tp_size": server.ranks[0].ready.engine.tp_size,
+            "dp_size": server.ranks[0].ready.engine.dp_size,
+            "boundaries": server.ranks[0].ready.capture.boundaries,
         },
     }
 
@@ -144,7 +144,7 @@ def _states(out: Path) -> dict[int, dict[str, npt.NDArray[np.float32]]]:
 async def check_fault(server: Engine, *, seed: int) -> dict[str, Any]:
     """Remove the dump directory while requests run: every rank must go on answering."""
     prompts = random_prompts(
-        64, num_tokens=1024, vocab_size=server.ranks[0].ready.vocab_size,
+        64, num_tokens=1024, vocab_size=server.ranks[0].ready.model.vocab_size,
         generator=np.random.default_rng(seed),
     )  # fmt: skip
     running = asyncio.create_task(prefill_s(server.url, prompts, concurrency=16))
@@ -202,7 +202,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         async with engines(specs, log_directory=options.logs) as running:
             patched = running["patched"]
             report["start_s"] = {name: round(e.start_s, 1) for name, e in running.items()}
-            vocab_size = patched.ranks[0].ready.vocab_size
+            vocab_size = patched.ranks[0].ready.model.vocab_size
             write_prompts(
                 work / "prompts.jsonl",
                 mixed_prompts(24, vocab_size=vocab_size, longest=3000, seed=1),

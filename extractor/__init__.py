@@ -84,10 +84,13 @@ if TYPE_CHECKING:
     from extractor.core.identity import Identity
     from extractor.core.row_policy import Policy
     from extractor.core.run_options import Input, Load, Output, Patience, RunOptions, Servers
-    from extractor.pipeline.run import RunSummary, run
+    from extractor.pipeline.run import run
+    from extractor.pipeline.summary import RunSummary
     from extractor.status.data_set import DataSet, read_data_set
     from extractor.status.overview import Status, read_status
-    from extractor.testing.fake_server import FakeModel, FakeServer, Fault
+    from extractor.testing.fake_model import FakeModel
+    from extractor.testing.fake_server import FakeServer
+    from extractor.testing.faults import Fault
     from extractor.verify.audit import audit
     from extractor.verify.findings import Audit, Finding, FindingKind
     from manifest.exceptions import ManifestError
@@ -104,10 +107,13 @@ _HOMES = {
     "extractor.core.identity": "Identity",
     "extractor.core.row_policy": "Policy",
     "extractor.core.run_options": "Input Load Output Patience RunOptions Servers",
-    "extractor.pipeline.run": "RunSummary run",
+    "extractor.pipeline.run": "run",
+    "extractor.pipeline.summary": "RunSummary",
     "extractor.status.data_set": "DataSet read_data_set",
     "extractor.status.overview": "Status read_status",
-    "extractor.testing.fake_server": "FakeModel FakeServer Fault",
+    "extractor.testing.fake_model": "FakeModel",
+    "extractor.testing.fake_server": "FakeServer",
+    "extractor.testing.faults": "Fault",
     "extractor.verify.audit": "audit",
     "extractor.verify.findings": "Audit Finding FindingKind",
     "manifest.exceptions": "ManifestError",

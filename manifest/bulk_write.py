@@ -1,28 +1,27 @@
-"""Rows to and from the table `prompts`, any number of them in one step of SQLite.
+"""Writes and reads rows of the table `prompts`, any number of them in one SQLite step.
 
-Python's sqlite3 gives the GIL up at every step and has to win it back from a busy event loop, which
-may hold it for 5 ms each time. What takes one step a row therefore costs far more than the work. So
-a batch goes to SQLite as one JSON document, in one statement: an INSERT into a view, whose trigger
-(the only kind of procedure that SQLite has) does the rest. The view is temporary: it belongs to the
-connection and is no part of the file.
+Python's sqlite3 releases the GIL at every step and must win it back from a busy event loop, which
+may hold it for 5 ms each time: one step per row would cost far more than the work itself. A batch
+is therefore passed to SQLite as one JSON document, in one statement: an INSERT into a view, whose
+trigger (SQLite's only kind of procedure) does the rest. The view is temporary: it belongs to the
+connection and is not stored in the file.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from operator import attrgetter
 
 import orjson
 
-from manifest.decoding import PROMPT_COLUMNS, row_checksum
+from manifest.decoding import PROMPT_COLUMNS, Damage, decode_prompt, encode_prompt
 from manifest.exceptions import ManifestDamaged
-from manifest.row_changes import Batch, Entry
-from manifest.states import Reason, State
+from manifest.records import Row
+from manifest.row_changes import RowBatch
+from manifest.states import State
 
-_values = attrgetter(*PROMPT_COLUMNS)
 _WRITTEN = (*PROMPT_COLUMNS, "checksum")
-#: What stays as it was when the row was first written.
+#: Columns that keep the value of the first write.
 _FIXED = ("ordinal", "source", "line", "label", "part")
 _ORDINALS = "SELECT value FROM json_each(NEW.ordinals)"
 _SHARDS = "SELECT value FROM json_each(NEW.shards)"
@@ -32,8 +31,8 @@ _ADD = """ON CONFLICT (state, reason) DO UPDATE SET
         num_tokens = num_tokens + excluded.num_tokens,
         size_bytes = size_bytes + excluded.size_bytes,
         num_untrained = num_untrained + excluded.num_untrained"""
-#: Add what the touched rows count for to the tallies, or take it away. By statement and not by a
-#: trigger on each row: a batch has hundreds of rows and three or four tallies.
+#: Add the touched rows to the tallies, or subtract them. One statement instead of a trigger on each
+#: row: a batch has hundreds of rows and three or four tallies.
 _TALLY = f"""
     INSERT INTO tallies
     SELECT state, COALESCE(reason, ''), {{sign}} COUNT(*), {{sign}} COALESCE(SUM(num_tokens), 0),
@@ -41,8 +40,8 @@ _TALLY = f"""
     FROM prompts WHERE ordinal IN ({_ORDINALS}) GROUP BY 1, 2
     {_ADD}
 """
-#: The same for the samples of the shards in question. (The plus sign keeps SQLite from going by the
-#: shard's index, through all of its samples.)
+#: The same for the samples of the touched shards. (The plus sign keeps SQLite from using the index
+#: on shards, which would read all of their samples.)
 _COUNT_SAMPLES = f"""
     UPDATE shards SET num_samples = num_samples {{sign}}
         (SELECT COUNT(*) FROM prompts WHERE ordinal IN ({_ORDINALS}) AND +shard = number)
@@ -72,32 +71,32 @@ _SCHEMA = f"""
         {_MEASURE_SHARDS};
     END;
 """
-_TALLY_AS = f"""
+_TALLY_FAILED_AS_PLANNED = f"""
     INSERT INTO tallies
-    SELECT ?, '', COALESCE(SUM(num_rows), 0), COALESCE(SUM(num_tokens), 0),
+    SELECT '{State.PLANNED.value}', '', COALESCE(SUM(num_rows), 0), COALESCE(SUM(num_tokens), 0),
         COALESCE(SUM(size_bytes), 0), COALESCE(SUM(num_untrained), 0)
-    FROM tallies WHERE state IN (SELECT value FROM json_each(?))
+    FROM tallies WHERE state = '{State.FAILED.value}'
     {_ADD}
 """
 _READ = (
-    f"SELECT json_group_array(json_array({', '.join(PROMPT_COLUMNS)})) "
+    f"SELECT json_group_array(json_array({', '.join(_WRITTEN)})) "
     "FROM prompts WHERE ordinal IN (SELECT value FROM json_each(?))"
 )
 
 
 def prepare(connection: sqlite3.Connection) -> None:
-    """Make a connection fit for `write_batch`."""
+    """Create the temporary view that `write_batch` needs."""
     connection.executescript(_SCHEMA)
 
 
-def write_batch(connection: sqlite3.Connection, batch: Batch) -> None:
-    """Insert or replace whole rows, and keep the tallies and what shards know of their samples.
+def write_batch(connection: sqlite3.Connection, batch: RowBatch) -> None:
+    """Insert or replace whole rows, and update the tallies and the shards' sample totals.
 
     All or nothing; outside of a transaction, durable on return.
     """
     documents = (
-        [entry.ordinal for entry in batch.entries],
-        [_checked(_values(entry)) for entry in batch.entries],
+        [row.ordinal for row in batch.rows],
+        [encode_prompt(row) for row in batch.rows],
         batch.shards,
     )
     connection.execute(
@@ -105,27 +104,24 @@ def write_batch(connection: sqlite3.Connection, batch: Batch) -> None:
     )
 
 
-def read_entries(connection: sqlite3.Connection, ordinals: Sequence[int]) -> list[Entry]:
-    """The rows of these ordinals, as far as there are any; in no order."""
+def read_rows(connection: sqlite3.Connection, ordinals: Sequence[int]) -> list[Row]:
+    """The rows of these ordinals that exist, in any order. Raises ManifestDamaged."""
     ((document,),) = connection.execute(_READ, (orjson.dumps(ordinals).decode(),)).fetchall()
     try:
-        entries = [
-            Entry(**dict(zip(PROMPT_COLUMNS, values, strict=True)))
-            for values in orjson.loads(document)
-        ]
-        for entry in entries:
-            entry.state = State(entry.state)
-            entry.reason = None if entry.reason is None else Reason(entry.reason)
+        rows = [decode_prompt(values) for values in orjson.loads(document)]
     except ValueError as error:
-        raise ManifestDamaged(
-            f"the manifest holds rows that this tool did not write ({error}). "
-            "`extractor verify` names them."
-        ) from error
-    return entries
+        raise _damaged(error) from error
+    damage = next((row for row in rows if isinstance(row, Damage)), None)
+    if damage is not None:
+        raise _damaged(damage)
+    return [row for row in rows if isinstance(row, Row)]
 
 
-def _checked(values: tuple[object, ...]) -> tuple[object, ...]:
-    return (*values, row_checksum(PROMPT_COLUMNS, values))
+def _damaged(problem: object) -> ManifestDamaged:
+    return ManifestDamaged(
+        f"the manifest holds rows that this tool did not write ({problem}). "
+        "`extractor verify` names them."
+    )
 
 
 def count_again(connection: sqlite3.Connection) -> None:
@@ -143,12 +139,7 @@ def count_again(connection: sqlite3.Connection) -> None:
     )
 
 
-def tally_all_as(
-    connection: sqlite3.Connection, state: State, states_before: Sequence[State]
-) -> None:
-    """Count all that was tallied under `states_before` under `state`."""
-    names = orjson.dumps(states_before).decode()
-    connection.execute(_TALLY_AS, (state.value, names))
-    connection.execute(
-        "DELETE FROM tallies WHERE state IN (SELECT value FROM json_each(?))", (names,)
-    )
+def tally_failed_as_planned(connection: sqlite3.Connection) -> None:
+    """Move the tallies of all failed rows to PLANNED."""
+    connection.execute(_TALLY_FAILED_AS_PLANNED)
+    connection.execute("DELETE FROM tallies WHERE state = ?", (State.FAILED.value,))

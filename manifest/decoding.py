@@ -1,4 +1,4 @@
-"""Decodes the records of a manifest that may be damaged. Pure.
+"""Decodes and encodes the records of a manifest that may be damaged. Pure.
 
 SQLite checks types when it writes, not when it reads: a flipped bit can turn a number into text, a
 digest into bytes that are not UTF-8, a state into one that does not exist. This module therefore
@@ -16,7 +16,16 @@ from typing import Any, Final
 import orjson
 import xxhash
 
-from manifest.records import Row, ServerStart, Shard, Source
+from manifest.records import (
+    PromptFacts,
+    Row,
+    ServerStart,
+    Shard,
+    Source,
+    SourceRow,
+    StoredRow,
+    StoredSample,
+)
 from manifest.states import Reason, State
 
 MAX_INTEGER: Final = 2**63 - 1
@@ -197,6 +206,34 @@ TALLIES: Final[Mapping[str, Check]] = {
 TALLY_COLUMNS: Final = tuple(TALLIES)
 
 
+def encode_prompt(row: Row) -> tuple[object, ...]:
+    """Encode a row of `prompts`: PROMPT_COLUMNS and `checksum`."""
+    origin, prompt, sample = row.origin, row.prompt, row.sample
+    values = (
+        prompt and (",".join(prompt.alterations) or None),
+        row.attempts,
+        row.detail,
+        sample and sample.digest,
+        prompt and prompt.key,
+        origin.label,
+        origin.line,
+        row.num_deaths,
+        sample and sample.num_pieces,
+        prompt and prompt.num_tokens,
+        prompt and prompt.num_trained,
+        sample and sample.offset,
+        origin.ordinal,
+        origin.part,
+        row.reason,
+        sample and sample.server,
+        sample and sample.shard,
+        sample and sample.size_bytes,
+        origin.source,
+        row.state,
+    )
+    return (*values, row_checksum(PROMPT_COLUMNS, values))
+
+
 def decode_prompt(values: Sequence[object]) -> Row | Damage:
     """Decode a row of `prompts`: PROMPT_COLUMNS and `checksum`."""
     *columns, checksum = values
@@ -214,14 +251,58 @@ def decode_prompt(values: Sequence[object]) -> Row | Damage:
     elif state is State.STORED:
         missing = [name for name in _OF_A_SAMPLE if fields[name] is None]
         problem = f"it is stored without {', '.join(missing)}" if missing else None
+    elif (fields["key"] is None) != (fields["num_tokens"] is None):
+        problem = "it has only one of key and num_tokens"
     if problem is not None:
         return Damage(table="prompts", place=fields["ordinal"], detail=problem)
-    del fields["num_deaths"]
-    return Row(**fields)
+    return _row_of(**fields)
+
+
+def _row_of(
+    *, ordinal: int, source: int, line: int, label: str | None, part: int | None,
+    key: str | None, num_tokens: int, num_trained: int | None, alterations: tuple[str, ...],
+    shard: int, offset: int, size_bytes: int, digest: str, num_pieces: int, server: int | None,
+    state: State, reason: Reason | None, detail: str | None, attempts: int, num_deaths: int,
+) -> Row:  # fmt: skip
+    prompt = sample = None
+    if key is not None:
+        prompt = PromptFacts(
+            key=key, num_tokens=num_tokens, num_trained=num_trained, alterations=alterations
+        )
+    if state is State.STORED:
+        sample = StoredSample(
+            shard=shard,
+            offset=offset,
+            size_bytes=size_bytes,
+            digest=digest,
+            num_pieces=num_pieces,
+            server=server,
+        )
+    return Row(
+        origin=SourceRow(ordinal=ordinal, source=source, line=line, label=label, part=part),
+        prompt=prompt,
+        state=state,
+        reason=reason,
+        detail=detail,
+        attempts=attempts,
+        num_deaths=num_deaths,
+        sample=sample,
+    )
 
 
 #: Columns that every stored row has.
 _OF_A_SAMPLE: Final = ("shard", "offset", "size_bytes", "digest", "key", "num_tokens", "num_pieces")
+
+
+def decode_stored(values: Sequence[object]) -> StoredRow | Damage:
+    """Decode a row of `prompts` that must be stored: PROMPT_COLUMNS and `checksum`."""
+    row = decode_prompt(values)
+    if isinstance(row, Damage):
+        return row
+    if row.prompt is None or row.sample is None:
+        detail = f"it is {row.state} and has the place of a sample"
+        return Damage(table="prompts", place=row.ordinal, detail=detail)
+    return StoredRow(ordinal=row.ordinal, prompt=row.prompt, sample=row.sample)
 
 
 def decode_source(values: Sequence[object]) -> Source | Damage:

@@ -1,4 +1,4 @@
-"""Reading the manifest: everything that asks and changes nothing."""
+"""Reads the manifest: all queries that change nothing."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from manifest.decoding import (
     decode_shard,
     decode_source,
     decode_start,
+    decode_stored,
     shown,
 )
 from manifest.exceptions import ManifestDamaged
-from manifest.records import Row, ServerStart, Shard, Source, Totals
+from manifest.records import Row, ServerStart, Shard, Source, StoredRow, Totals
 from manifest.states import Reason, State
 
 TERMINAL = "('stored', 'failed')"
@@ -53,7 +54,7 @@ Record = TypeVar("Record")
 
 
 class Reader:
-    """An open manifest. Not thread-safe: the thread that opens it is the one that uses it."""
+    """An open manifest. Not thread-safe: only the thread that opens it may use it."""
 
     def __init__(self, database: Database, path: Path) -> None:
         self._db = database
@@ -70,7 +71,7 @@ class Reader:
     # --- the run as a whole ------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """What the data set is of, by field name; empty for a new manifest."""
+        """The identity of the data set, by field name; empty for a new manifest."""
         fields = [self._sound(record) for record in self.checked_identity()]
         return {row["name"]: row["value"] for row in fields}
 
@@ -80,12 +81,12 @@ class Reader:
         return [decode_identity(row) for row in rows]
 
     def has_begun(self) -> bool:
-        """Whether a data set was begun here. Raises ManifestDamaged for rows without identity."""
+        """Whether the manifest has an identity. Raises ManifestDamaged for rows without one."""
         if self._fetch("SELECT 1 FROM identity LIMIT 1"):
             return True
         for table in ("sources", "prompts", "shards"):
             if self._fetch(f"SELECT 1 FROM {table} LIMIT 1"):
-                raise damaged(self.path, f"it has {table} but not what they are of")
+                raise damaged(self.path, f"it has {table} but no identity")
         return False
 
     def sources(self) -> list[Source]:
@@ -159,7 +160,7 @@ class Reader:
             yield ordinal, ordinal + 1
 
     def attempts(self) -> dict[int, int]:
-        """Requests made so far for each unfinished row that has any."""
+        """The recorded attempts of each unfinished row that has any."""
         with explained(self.path):
             return dict(
                 self._db.execute(
@@ -168,7 +169,7 @@ class Reader:
             )
 
     def suspects(self) -> dict[int, int]:
-        """Unfinished rows whose request was unanswered when a server died -> how often."""
+        """Unfinished rows that a dying server had not answered -> how often."""
         with explained(self.path):
             return dict(
                 self._db.execute(
@@ -184,10 +185,10 @@ class Reader:
         """Every row, by ordinal; a Damage in place of each damaged one."""
         return self._checked_pages(f"{_PROMPTS} WHERE ordinal > ? ORDER BY ordinal LIMIT ?")
 
-    def first_stored(self, count: int) -> list[Row]:
+    def first_stored(self, count: int) -> list[StoredRow]:
         """The `count` stored rows with the lowest ordinals."""
         rows = self._fetch(f"{_PROMPTS} WHERE state = 'stored' ORDER BY ordinal LIMIT ?", count)
-        return [self._sound(decode_prompt(row)) for row in rows]
+        return [self._sound(decode_stored(row)) for row in rows]
 
     def failed_rows(self) -> Iterator[Row]:
         """The failed rows, by ordinal."""
@@ -209,8 +210,7 @@ class Reader:
     def totals(self, *, with_alterations: bool = True) -> Totals:
         """From the tallies: takes no longer for many rows than for few.
 
-        Counting the alterations reads every row that has one: whoever asks again and again may
-        leave them out.
+        Counting the alterations reads every row that has one: leave them out when polling.
         """
         tallies = self._fetch(f"SELECT {', '.join(TALLY_COLUMNS)} FROM tallies")
         altered = self._fetch(
@@ -263,11 +263,11 @@ class Reader:
         rows = self._fetch(f"SELECT {', '.join(SHARD_COLUMNS)} FROM shards ORDER BY number")
         return [decode_shard(row) for row in rows]
 
-    def shard_rows(self, number: int) -> list[Row]:
+    def shard_rows(self, number: int) -> list[StoredRow]:
         """The samples of one shard, in file order."""
         return [self._sound(record) for record in self.checked_shard_rows(number)]
 
-    def checked_shard_rows(self, number: int) -> Iterator[Row | Damage]:
+    def checked_shard_rows(self, number: int) -> Iterator[StoredRow | Damage]:
         """The samples of one shard, in file order; a Damage in place of each damaged one."""
         place = (-1, -1)
         while True:
@@ -283,7 +283,7 @@ class Reader:
                     yield Damage(table="prompts", place=following[1], detail=detail)
                     return
                 place = following
-                yield decode_prompt(values)
+                yield decode_stored(values)
             if len(page) < _FETCHED_ROWS:
                 return
 

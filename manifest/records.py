@@ -1,4 +1,4 @@
-"""The values that cross the manifest's boundary: what is written to it and read from it. Pure."""
+"""The values that are written to the manifest and read from it. Pure."""
 
 from __future__ import annotations
 
@@ -35,57 +35,96 @@ class ServerStart:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """A row became a prompt."""
+class SourceRow:
+    """The place of a row, or of a prompt that it expands to, in the input."""
 
     ordinal: int  # position among all input rows, from 0
     source: int  # number of its Source
     line: int  # from 1
-    label: str | None  # the row's own id, as JSON
+    label: str | None = None  # the row's own id, as JSON
+    part: int | None = None  # which of the prompts that the row expands to
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptFacts:
+    """The facts of a prompt by which a later session recognises it."""
+
     key: str  # digest of ids and mask
     num_tokens: int
-    num_trained: int  # ones in the loss mask
-    part: int | None = None  # which of the prompts that the row expands to
-    alterations: tuple[str, ...] = ()  # what was changed on the way from the row to the prompt
-    detail: str | None = None  # more about that
+    num_trained: int | None  # ones in the loss mask; None for some rejected rows
+    alterations: tuple[str, ...] = ()  # changes on the way from the row to the prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rejected:
-    """A row gave no prompt, or one that must not be sent."""
+class StoredSample:
+    """A durable sample at [offset, offset + size_bytes) of its shard."""
 
-    ordinal: int
-    source: int
-    line: int
-    label: str | None
-    reason: Reason
-    detail: str
-    key: str | None = None
-    num_tokens: int | None = None
-    part: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
-    """A prompt went through one of the events that carry no data of their own."""
-
-    ordinal: int
-    event: Event  # SEND, DUMP, ADOPT, VERIFY, RETRY or LOSE
-    attempts: int  # requests made for it so far, over all sessions
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    """A prompt's sample is durable at [offset, offset + size_bytes) of its shard."""
-
-    event: ClassVar = Event.STORE
-    ordinal: int
     shard: int
     offset: int  # bytes from the start of the shard file
     size_bytes: int
     digest: str  # xxh3-128 of those bytes
     num_pieces: int
     server: int | None = None  # number of the ServerStart that computed it
+
+    @property
+    def end(self) -> int:
+        """Bytes from the start of the shard file to the end of the sample."""
+        return self.offset + self.size_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A row became a prompt."""
+
+    origin: SourceRow
+    prompt: PromptFacts
+    detail: str | None = None  # about the alterations
+
+    @property
+    def ordinal(self) -> int:
+        return self.origin.ordinal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """A row gave no prompt, or one that must not be sent."""
+
+    origin: SourceRow
+    reason: Reason
+    detail: str
+    prompt: PromptFacts | None = None
+
+    @property
+    def ordinal(self) -> int:
+        return self.origin.ordinal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retried:
+    """An attempt failed, and the prompt is sent again."""
+
+    event: ClassVar = Event.RETRY
+    ordinal: int
+    attempts: int  # requests made for it so far, over all sessions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """A server died while it had the prompt's request."""
+
+    event: ClassVar = Event.LOSE
+    ordinal: int
+    attempts: int  # as in Retried
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A prompt's sample is durable."""
+
+    event: ClassVar = Event.STORE
+    ordinal: int
+    sample: StoredSample
+    attempts: int  # as in Retried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +135,7 @@ class Failed:
     ordinal: int
     reason: Reason
     detail: str
-    attempts: int
+    attempts: int  # as in Retried
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +156,7 @@ class Forgotten:
     ordinal: int
 
 
-Change = Planned | Rejected | Moved | Stored | Failed | Relocated | Forgotten
+Change = Planned | Rejected | Retried | Lost | Stored | Failed | Relocated | Forgotten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,39 +174,41 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """All the manifest knows of one input row."""
+    """Everything that the manifest records of one input row."""
+
+    origin: SourceRow
+    prompt: PromptFacts | None  # None if the row gave none
+    state: State = State.PLANNED
+    reason: Reason | None = None  # of a failed row
+    detail: str | None = None  # about the reason or the alterations
+    attempts: int = 0  # as in Retried; those that a crash cut off are not counted
+    num_deaths: int = 0  # servers that died while they had its request
+    sample: StoredSample | None = None  # of a stored row
+
+    @property
+    def ordinal(self) -> int:
+        return self.origin.ordinal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRow:
+    """A stored row: its prompt and its sample."""
 
     ordinal: int
-    source: int
-    line: int
-    label: str | None
-    key: str | None
-    num_tokens: int | None
-    num_trained: int | None
-    state: State
-    reason: Reason | None
-    detail: str | None
-    attempts: int
-    shard: int | None
-    offset: int | None
-    size_bytes: int | None
-    digest: str | None
-    num_pieces: int | None
-    part: int | None = None
-    alterations: tuple[str, ...] = ()
-    server: int | None = None
+    prompt: PromptFacts
+    sample: StoredSample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """The run in numbers."""
+    """The rows of a data set, counted."""
 
     by_state: dict[State, int]
     by_reason: dict[Reason, int]
     stored_tokens: int
     stored_bytes: int
-    untrained: int  # stored samples whose mask is 0 throughout: they teach a drafter nothing
-    by_alteration: dict[str, int] = field(default_factory=dict)  # stored samples it was done to
+    untrained: int  # stored samples whose mask is 0 throughout: a drafter learns nothing from them
+    by_alteration: dict[str, int] = field(default_factory=dict)  # stored samples with each
 
     @property
     def num_rows(self) -> int:

@@ -1,13 +1,13 @@
-"""The manifest's tables, by migrations. A migration that has shipped is never edited.
+"""Defines the manifest's tables as migrations. Never edit a migration that has shipped.
 
-`sources`  the input files                      `prompts`  one row an input row
-`identity` what the data set is of, name/JSON   `shards`   one row a shard file
+`sources`  the input files                      `prompts`  one row per input row
+`identity` of the data set, name and JSON       `shards`   one row per shard file
 `server_starts` each server start that a session extracted from, and the facts that it announced
 `canaries` states of the canary prompt, the reference for later server starts
 `tallies`  rows, tokens and bytes by state and reason, so that totals need no scan of all rows
 
-The writer keeps the tallies, and what a shard knows of its samples, in the transaction that changes
-the rows (see bulk_write.py); `extractor verify` compares them with the rows.
+The writer updates the tallies and the shards' sample totals in the transaction that changes the
+rows (see bulk_write.py); `extractor verify` compares them with the rows.
 """
 
 from __future__ import annotations
@@ -222,6 +222,48 @@ def m006_checksums(db: Database) -> None:
             f"checksum_of_{table}", len(names), _checksum_of(names), deterministic=True
         )
         db.execute(f"UPDATE {table} SET checksum = checksum_of_{table}({', '.join(names)})")
+
+
+@migrations()
+def m007_three_states(db: Database) -> None:
+    # Prompts that were in flight when a session ended are sent again: they are planned.
+    names = (
+        "alterations attempts detail digest key label line num_deaths num_pieces num_tokens "
+        "num_trained offset ordinal part reason server shard size_bytes source state"
+    ).split()
+    in_flight = "state IN ('sent', 'dumped', 'verified')"
+    now = ", ".join("'planned'" if name == "state" else name for name in names)
+    db.conn.create_function(
+        "checksum_of_prompts", len(names), _checksum_of(names), deterministic=True
+    )
+    # A wrong checksum stays wrong, so that the damage is still detected.
+    db.execute(
+        f"UPDATE prompts SET state = 'planned', checksum = CASE checksum "
+        f"WHEN checksum_of_prompts({', '.join(names)}) THEN checksum_of_prompts({now}) "
+        f"ELSE checksum END WHERE {in_flight}"
+    )
+    for statement in (
+        """
+        CREATE TABLE new_tallies (
+            state TEXT NOT NULL CHECK (state IN ('planned', 'stored', 'failed')),
+            reason TEXT NOT NULL,            -- '' unless failed
+            num_rows INTEGER NOT NULL,
+            num_tokens INTEGER NOT NULL,
+            size_bytes INTEGER NOT NULL,
+            num_untrained INTEGER NOT NULL,  -- rows without a trained token
+            PRIMARY KEY (state, reason)
+        ) STRICT, WITHOUT ROWID
+        """,
+        f"""
+        INSERT INTO new_tallies
+        SELECT iif({in_flight}, 'planned', state), reason,
+            SUM(num_rows), SUM(num_tokens), SUM(size_bytes), SUM(num_untrained)
+        FROM tallies WHERE {in_flight} OR state IN ('planned', 'stored', 'failed') GROUP BY 1, 2
+        """,
+        "DROP TABLE tallies",
+        "ALTER TABLE new_tallies RENAME TO tallies",
+    ):
+        db.execute(statement)
 
 
 def _checksum_of(names: list[str]) -> Callable[..., int]:

@@ -1,33 +1,30 @@
-"""What can become of an input row: a total state machine, pure.
+"""The states of an input row, and the events that lead from one to another. Pure.
 
 ```
-            send          dump           verify            store
-  PLANNED -------> SENT -------> DUMPED -------> VERIFIED -------> STORED --+
-   ^ ^ |             |             ^  |              |             |   ^    |
-   | | |             |             |  |              |             |   +-move
-   | | +--- adopt ---|-------------+  |              |             |
-   | +- retry, lose -+---- retry -----+--- retry ----+             |
-   +----------------------- forget --------------------------------+
-                     |                |              |
-     +--- fail ------+----- fail -----+---- fail ----+-----------> FAILED(reason)
+              retry, lose
+               +------+
+               v      |
+              PLANNED ---- store ----> STORED ---+
+               ^    | ^                 |  ^     |
+               |    | +---- forget -----+  +move-+
+               |    +------- fail ----> FAILED(reason)
+               |                           |
+               +--------- reopen ----------+
 ```
 
 | event | what happened |
 |---|---|
-| send | a request for the row is with the server |
-| dump | its pieces tile the prompt |
-| adopt | so do pieces that an earlier session asked for and did not live to store |
-| verify | ids, shapes and values are proven; the copy is not durable yet |
-| store | the copy is durable |
-| retry | this attempt is over (or its process died); the row is to be sent again |
-| lose | the server died with the row's request unanswered; it is to be sent again, alone |
+| store | the copy of the row's sample is verified and durable |
+| retry | an attempt failed; the row is sent again |
+| lose | the server died while it had the row's request; the row is sent again, alone |
 | fail | the row is given up, for a reason |
-| forget | the stored bytes turned out to be gone or damaged; the row is to be sent again |
+| forget | the stored bytes are gone or damaged; the row is sent again |
 | move | the stored bytes were copied to another shard |
-| reopen | a person asks to try a failed row again (`--retry-failed`) |
+| reopen | the user asks to retry a failed row (`--retry-failed`) |
 
-STORED and FAILED are terminal: no run goes on with them by itself. A row of the input that gives
-no prompt at all goes straight from PLANNED to FAILED.
+A prompt in flight is PLANNED: a crash loses its progress anyway, and `.live.json` shows it during a
+run. STORED and FAILED are terminal: no run continues from them by itself. A row of the input that
+gives no prompt goes straight to FAILED.
 """
 
 from __future__ import annotations
@@ -38,12 +35,9 @@ from typing import Final
 
 
 class State(StrEnum):
-    """Where one input row stands."""
+    """How far one input row is."""
 
-    PLANNED = "planned"  # read, rendered and tokenised; not on the wire
-    SENT = "sent"  # a request for it is with the server
-    DUMPED = "dumped"  # its pieces tile the prompt; they lie under the dump root
-    VERIFIED = "verified"  # ids, shapes and values proven; copied, not yet durable
+    PLANNED = "planned"  # read, rendered and tokenised; perhaps in flight
     STORED = "stored"  # durable in a shard
     FAILED = "failed"  # given up, with a reason
 
@@ -53,12 +47,8 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What moves a row from one state to another."""
+    """Leads from one state of a row to another."""
 
-    SEND = "send"
-    DUMP = "dump"
-    ADOPT = "adopt"
-    VERIFY = "verify"
     STORE = "store"
     RETRY = "retry"
     LOSE = "lose"
@@ -69,7 +59,7 @@ class Event(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a row is FAILED: the closed list. The first block is the input's fault."""
+    """The closed list of reasons for FAILED. The first block is the input's fault."""
 
     BAD_JSON = "bad_json"
     NOT_AN_OBJECT = "not_an_object"
@@ -108,29 +98,21 @@ class Reason(StrEnum):
     NONFINITE = "nonfinite"  # NaN or infinity among the states
 
 
-#: Rows that are left out because the user asked for it: no failures of the run.
+#: Reasons that the user asked for; such rows are not failures of the run.
 ASKED_FOR: Final = frozenset({Reason.DUPLICATE})
 
 
 class IllegalTransition(Exception):
-    """The code asked for a transition that the table does not have: a defect."""
+    """A transition that the table does not have: a bug in the caller."""
 
-
-_ATTEMPT_OVER: Final[Mapping[Event, State]] = {
-    Event.RETRY: State.PLANNED,
-    Event.FAIL: State.FAILED,
-}
 
 TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
     State.PLANNED: {
-        Event.SEND: State.SENT,
-        Event.ADOPT: State.DUMPED,
+        Event.STORE: State.STORED,
+        Event.RETRY: State.PLANNED,
         Event.LOSE: State.PLANNED,
-        **_ATTEMPT_OVER,
+        Event.FAIL: State.FAILED,
     },
-    State.SENT: {Event.DUMP: State.DUMPED, Event.LOSE: State.PLANNED, **_ATTEMPT_OVER},
-    State.DUMPED: {Event.VERIFY: State.VERIFIED, **_ATTEMPT_OVER},
-    State.VERIFIED: {Event.STORE: State.STORED, **_ATTEMPT_OVER},
     State.STORED: {Event.FORGET: State.PLANNED, Event.MOVE: State.STORED},
     State.FAILED: {Event.REOPEN: State.PLANNED},
 }

@@ -1,4 +1,4 @@
-"""Writing the manifest: one SQLite file, written by one thread of one process at a time.
+"""Writes the manifest: one SQLite file, with one writer thread of one process at a time.
 
 Row changes go through `row_changes` and `bulk_write`; all other writes of a session are here.
 """
@@ -28,19 +28,18 @@ from manifest.decoding import (
     row_checksum,
 )
 from manifest.exceptions import ManifestError
-from manifest.reader import UNFINISHED, Reader
+from manifest.reader import Reader
 from manifest.records import Change, Forgotten, ServerStart, Shard, Source
-from manifest.row_changes import Rows
-from manifest.states import Event, State, advance
+from manifest.row_changes import RowCache
 
 
 class Store(Reader):
-    """An open manifest; as `create_or_open` gives it, one that can be written."""
+    """An open manifest, writable if `create_or_open` opened it."""
 
     def __init__(self, database: Database, path: Path, *, is_writer: bool = False) -> None:
         super().__init__(database, path)
         self._is_writer = is_writer
-        self._rows: Rows | None = None  # what the last changes left; read again where None
+        self._rows: RowCache | None = None  # as the last changes left them; None: load again
 
     @classmethod
     def create_or_open(cls, path: Path) -> Store:
@@ -55,7 +54,7 @@ class Store(Reader):
         be copied, and read where nothing can be written."""
         if self._is_writer:
             self._is_writer = False  # closing twice is closing once
-            # Refused while somebody reads: then the WAL stays, which is as good.
+            # Refused while another process reads: then the WAL stays, which is as good.
             with suppress(sqlite3.OperationalError):
                 self._db.execute("PRAGMA journal_mode = DELETE")
         super().close()
@@ -63,7 +62,7 @@ class Store(Reader):
     # --- the run as a whole ------------------------------------------------------------------
 
     def begin(self, identity: Mapping[str, Any], sources: Iterable[Source]) -> None:
-        """Record what a new data set is of and which files it reads, in one transaction."""
+        """Record the identity and the input files of a new data set, in one transaction."""
         with self._writing():
             self._db.conn.executemany(
                 "INSERT INTO identity (name, value, checksum) VALUES (?, ?, ?)",
@@ -133,44 +132,30 @@ class Store(Reader):
     def _apply(self, changes: Sequence[Change]) -> None:
         if not changes:
             return
-        # Set again at the end: rows that were folded but not written are nothing to go on with.
+        # Set again at the end: rows that were folded but not written must not be used.
         rows, self._rows = self._rows or self._rows_in_file(), None
         batch = rows.fold(changes)
         bulk_write.write_batch(self._db.conn, batch)
-        rows.forget_settled(batch.entries)
+        rows.forget_settled(batch.rows)
         self._rows = rows
 
-    def _rows_in_file(self) -> Rows:
+    def _rows_in_file(self) -> RowCache:
         connection = self._db.conn
         ((first_free,),) = connection.execute("SELECT COALESCE(MAX(ordinal) + 1, 0) FROM prompts")
-        load = partial(bulk_write.read_entries, connection)
-        return Rows(load, first_free=first_free)
-
-    def reopen_unfinished(self) -> int:
-        """Put every row that a dead session left between PLANNED and STORED back to PLANNED."""
-        with self._writing():
-            cursor = self._db.conn.execute(
-                "UPDATE prompts SET state = 'planned', checksum = NULL "
-                f"WHERE {UNFINISHED} AND state != 'planned'"
-            )
-            underway = [s for s in State if not s.is_terminal and s is not State.PLANNED]
-            bulk_write.tally_all_as(self._db.conn, State.PLANNED, underway)
-            return cursor.rowcount
+        load = partial(bulk_write.read_rows, connection)
+        return RowCache(load, first_free=first_free)
 
     def reopen_failed(self) -> int:
-        """Put every failed row back to PLANNED; how many those were.
+        """Put every failed row back to PLANNED; return how many there were.
 
-        One that never became a prompt is read again like a new one.
+        A row that gave no prompt is read again like a new one.
         """
-        state = advance(State.FAILED, Event.REOPEN)
         with self._writing():
             cursor = self._db.conn.execute(
-                "UPDATE prompts SET state = ?, reason = NULL, detail = NULL, num_deaths = 0, "
-                "checksum = NULL "
-                "WHERE state = 'failed'",
-                (state.value,),
+                "UPDATE prompts SET state = 'planned', reason = NULL, detail = NULL, "
+                "num_deaths = 0, checksum = NULL WHERE state = 'failed'"
             )
-            bulk_write.tally_all_as(self._db.conn, state, [State.FAILED])
+            bulk_write.tally_failed_as_planned(self._db.conn)
             return cursor.rowcount
 
     def forget_stored(self, ordinals: Iterable[int]) -> None:
@@ -243,13 +228,13 @@ class Store(Reader):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One durable transaction, of more than changes of rows."""
+        """One durable transaction."""
         self._require_writer()
         with explained(self.path), self._db.atomic():
             try:
                 yield
             finally:
-                self._rows = None  # it may have changed any of them, or not have come about
+                self._rows = None  # the transaction may have changed any of them, or failed
 
     def _require_writer(self) -> None:
         if not self._is_writer:

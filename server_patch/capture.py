@@ -1,8 +1,8 @@
-"""The inner model's forward, wrapped: the tuple that capturing makes of its result ends here.
+"""Wraps the forward of the inner model, so that a captured forward returns the plain result.
 
-A server with the plugin must answer as one without it. So the wrapper returns what the unpatched
-forward returns, and switches the engine's capture points on only for the forwards that hold
-requests of ours; every other forward, captured decode graphs included, runs the plain model.
+A server with the plugin must answer like one without it. The wrapper therefore returns the result
+of the unpatched forward, and switches the engine's capture points on only for the forwards that
+hold requests of ours; every other forward, captured decode graphs included, runs the plain model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Points(Protocol):
-    """Where states are captured, and how: by the engine (`capture_points`) or by hooks
+    """Captures the states at some boundaries: by the engine (`capture_points`) or by hooks
     (`layer_hooks`)."""
 
     boundaries: tuple[int, ...]
@@ -42,14 +42,14 @@ class Probe(Protocol):
     """Keeps h[n] of one forward."""
 
     def listen(self) -> None:
-        """The next forward's is wanted."""
+        """Prepare to keep h[n] of the next forward."""
 
     def take(self) -> torch.Tensor | None:
         """h[n] [T, H] of the forward since `listen`, or None if the model did not show it."""
 
 
 class NormProbe:
-    """Keeps h[n], which the engine hands to nobody: the residual that the final norm adds up."""
+    """Keeps h[n], the residual that the final norm adds up; the engine does not return it."""
 
     def __init__(self, norm: Any) -> None:
         self._listening = False
@@ -81,21 +81,23 @@ class NormProbe:
                 self._seen = inputs[0]
 
 
-class Audit(Protocol):
-    """Compares what one forward captured with what its layers worked on; see `capture_audit`."""
+class ForwardAudit(Protocol):
+    """Compares the captured states of one forward with the inputs of its layers; see
+    `capture_audit`."""
 
-    def watching(self) -> AbstractContextManager[None]:
+    def tracing(self) -> AbstractContextManager[None]:
         """Watches the forward inside the block."""
 
     def find_fault(self, boundaries: Sequence[int], hidden: Any, aux: Any) -> str | None:
-        """What is wrong with the states `aux` of that forward; None when nothing is. Never raises.
+        """Describe the error in the states `aux` of that forward; None without one. Never raises.
 
-        hidden: what the plain forward returns.
+        hidden: the result of the plain forward.
         """
 
 
 class Capture:
-    """Decides per forward, runs it, and hands what it captured to the tap."""
+    """Runs each forward, captures those that hold requests of ours, and passes the states to the
+    tap."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Capture:
         points: Points,
         rid_prefix: str,
         shares_forward: bool,
-        audit: Audit | None = None,
+        audit: ForwardAudit | None = None,
     ) -> None:
         """shares_forward: under DP attention the ranks of one forward hold different requests, and
         capturing may complete a reduction over all of them. They must then decide alike, by what
@@ -119,7 +121,7 @@ class Capture:
         self._failed = False
 
     def connect(self, tap: Tap | None, probe: Probe | None) -> None:
-        """Where the states go. Without a tap (other ranks) they are captured and dropped."""
+        """Pass the states to `tap` from now on. Without one (other ranks) they are dropped."""
         self._tap = tap
         self._probe = probe
 
@@ -128,7 +130,7 @@ class Capture:
         self._points = points
 
     def run(self, forward_batch: Any, call: Callable[[], Any]) -> Any:
-        """`call()` is the original forward; returns what it would have returned without us."""
+        """Run the original forward, `call()`, and return its plain result."""
         ours = self._holds_ours(forward_batch)
         audit = self._audit if self._is_auditable(forward_batch) else None
         armed = sglang_api.any_rank_prefills(forward_batch) if self._shares_forward else ours
@@ -142,7 +144,7 @@ class Capture:
             stack.enter_context(points.active())
             if audit is not None:
                 self._audit = None
-                stack.enter_context(audit.watching())
+                stack.enter_context(audit.tracing())
             result = call()
         hidden, aux = points.split(result)
         fault = audit.find_fault(points.boundaries, hidden, aux) if audit is not None else None
@@ -155,8 +157,8 @@ class Capture:
         return hidden
 
     def _is_auditable(self, forward_batch: Any) -> bool:
-        """Is this the first prefill of a request? The same on all ranks of a tensor-parallel
-        group."""
+        """Whether this is the first prefill of a request; the same on all ranks of a
+        tensor-parallel group."""
         if self._audit is None:
             return False
         with suppress(Exception):
@@ -166,15 +168,15 @@ class Capture:
         return False
 
     def _holds_ours(self, forward_batch: Any) -> bool:
-        """Does this forward extend a prompt of ours?"""
+        """Whether this forward extends a prompt of ours."""
         try:
             return sglang_api.is_prefill(forward_batch) and any(
                 is_ours(rid, self._rid_prefix) for rid in sglang_api.request_ids(forward_batch)
             )
         except Exception:
-            # Whatever is wrong may be wrong in every forward, decode steps too: say it once.
+            # The same error may occur in every forward, decode steps too: log it once.
             if not self._failed:
-                logger.exception("hidden states: a batch cannot be told apart, nothing is captured")
+                logger.exception("hidden states: cannot inspect a forward batch; not capturing it")
             self._failed = True
             return False
 
@@ -201,20 +203,20 @@ def _refuse(tap: Tap, rids: Sequence[str], reason: str) -> None:
     try:
         tap.refuse(rids, reason)
     except Exception:
-        logger.exception("hidden states: this could not even be recorded: %s", reason)
+        logger.exception("hidden states: cannot record an error of the capture: %s", reason)
 
 
 class Runner(Protocol):
-    """What stands around a forward."""
+    """Runs the forwards of a model in place of the model itself."""
 
     def run(self, forward_batch: Any, call: Callable[[], Any]) -> Any:
-        """`call()` is the original forward; returns what it would have returned without us."""
+        """Run the original forward, `call()`, and return its plain result."""
 
 
 def install(inner: Any, runner: Runner) -> Callable[[], None]:
     """Replace `inner.forward` on the instance by one that goes through `runner`.
 
-    Returns what undoes it. Raises EngineError.
+    Returns a function that restores the original. Raises EngineError.
     """
     original = inner.forward
     names = list(inspect.signature(original).parameters)

@@ -1,8 +1,8 @@
-"""Setting the engine's own capture points, and finding out what was really set.
+"""Sets the engine's own capture points, and reads back which boundaries were really set.
 
-Models differ in what `set_eagle3_layers_to_capture` makes of its argument: most add one, DeepSeek
-adds one only if the first id is 1, Qwen-MoE and others also leave a flag on each layer. So the ids
-are tried and what they gave is read back, until it is what was asked.
+Models interpret the argument of `set_eagle3_layers_to_capture` differently: most add one, DeepSeek
+adds one only if the first id is 1, Qwen-MoE and others also leave a flag on each layer. The ids are
+therefore tried, and the result is read back, until it equals the boundaries that were asked for.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _FINAL_NORMS: Final = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f"
 
 
 class ArmError(RuntimeError):
-    """This model's states cannot be captured as asked; the message says why."""
+    """The states of this model cannot be captured as asked; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The modules of a loaded model that matter here."""
+    """The modules of a loaded model that take part in capturing."""
 
-    outer: Any  # what the engine calls; may be a multimodal wrapper
+    outer: Any  # the module that the engine calls; may be a multimodal wrapper
     causal: Any  # owns the setter, if there is one
     inner: Any  # the layer stack: while it captures, its forward returns (hidden, aux)
 
@@ -39,15 +39,15 @@ class Parts:
 
     @property
     def method(self) -> str | None:
-        """What sets the capture points: a setter's name, or that of the list in a layer stack that
-        captures and was given no setter; None for a model without capture points."""
+        """The way to set the capture points: the name of a setter, or of the list in a layer stack
+        that captures but has no setter; None for a model without capture points."""
         setter = _setter_of(self.causal)
         if setter is not None:
             return setter
         return _LIST if isinstance(getattr(self.inner, _LIST, None), list) else None
 
     def inner_norm(self) -> Any:
-        """The norm after the last layer, None where it has no name that is known."""
+        """The norm after the last layer; None if its name is unknown."""
         norms = (getattr(self.inner, name, None) for name in _FINAL_NORMS)
         return next((norm for norm in norms if norm is not None), None)
 
@@ -59,12 +59,18 @@ class Parts:
         raise ArmError(f"{type(self.inner).__name__} has none of {_FINAL_NORMS} as its final norm")
 
 
-def find_parts(model: Any, *, num_layers: int) -> Parts:
-    """The causal LM and its layer stack within `model`. Raises ArmError."""
+def find_causal(model: Any) -> Any:
+    """The causal LM within `model`, which may be a multimodal wrapper of it."""
     language_model = getattr(model, "language_model", None)
     owners = [owner for owner in (language_model, model) if owner is not None]
     # Of those without a setter, the language model within a wrapper is the one with the layers.
-    causal = next((o for o in owners if _setter_of(o) is not None), owners[0])
+    return next((owner for owner in owners if _setter_of(owner) is not None), owners[0])
+
+
+def find_parts(model: Any, *, num_layers: int) -> Parts:
+    """The causal LM and its layer stack within `model`. Raises ArmError."""
+    language_model = getattr(model, "language_model", None)
+    causal = find_causal(model)
     for inner in (getattr(causal, "model", None), language_model, causal):
         layers = getattr(inner, "layers", None)
         if layers is not None and len(layers) == num_layers:
@@ -86,7 +92,7 @@ class CapturePoints:
     def __init__(
         self, parts: Parts, boundaries: Sequence[int], *, by_flags: bool, plain: Any
     ) -> None:
-        """plain: what the model's list of points was before anything touched it."""
+        """plain: the model's list of points before anything touched it."""
         inner = parts.inner
         self.method = str(parts.method)
         self.boundaries = tuple(boundaries)
@@ -112,7 +118,7 @@ class CapturePoints:
     def split(self, result: Any) -> tuple[Any, Any]:
         """(what the plain forward returns, the states) of the forward in `active`.
 
-        The states are what the engine made of them, None where it captured nothing.
+        The states are as the engine returned them, None where it captured nothing.
         """
         if isinstance(result, tuple) and len(result) == 2:
             return result
@@ -143,7 +149,7 @@ def arm(parts: Parts, boundaries: Sequence[int]) -> CapturePoints:
 
 
 def _reach(parts: Parts, wanted: list[int]) -> None:
-    """Call the setter until `wanted` is what is read back. Raises ArmError."""
+    """Call the setter until `wanted` is read back. Raises ArmError."""
     inner = parts.inner
     tried = []
     # Most models turn an "output of layer k" id into boundary k + 1; some take it as it is.
@@ -167,7 +173,8 @@ def _reach(parts: Parts, wanted: list[int]) -> None:
 
 
 class _OuterFlags:
-    """The flags by which outer models expect a tuple from the inner one, as they were found."""
+    """The flags that make outer models expect a tuple from the inner one, with their first
+    values."""
 
     def __init__(self, owners: Sequence[Any]) -> None:
         self._found = [(owner, getattr(owner, _OUTER_FLAG, None)) for owner in owners]

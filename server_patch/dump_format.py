@@ -1,10 +1,10 @@
-"""The contract between the plugin and the client: what lies under the dump root.
+"""The contract between the plugin and the client: the files under the dump root.
 
 Standard library only, so that a laptop without torch can read every file.
 
 ```
 <root>/<boot id>/<rank>/
-    READY.json              what this writer captures (see `Ready`)
+    READY.json              the states that this writer captures (see `Ready`)
     FAILED.json             why this writer captures nothing: {"reason": str}
     0000000042.safetensors  one dump: the rows one forward made for one request
     0000000042.error.json   one error record: {"rid": str, "start": int, "reason": str}
@@ -13,7 +13,7 @@ Standard library only, so that a laptop without torch can read every file.
 
 A dump is a valid safetensors file (https://github.com/huggingface/safetensors#format):
 
-| bytes | what |
+| bytes | content |
 |---|---|
 | 0..8 | n, unsigned 64-bit little-endian: size of the header |
 | 8..8+n | JSON header, padded with spaces so that the data starts on a multiple of 64 |
@@ -37,8 +37,11 @@ import os
 import re
 import stat
 import struct
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -68,12 +71,12 @@ LAST_TENSORS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class DumpFormatError(ValueError):
-    """A file under the dump root is not what this module describes."""
+    """A file under the dump root does not follow the format of this module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpan:
-    """Where one tensor lies in its file."""
+    """The place of one tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -86,16 +89,43 @@ class TensorSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DumpHeader:
-    """Everything a dump says of itself besides its tensors."""
+class StateLayout:
+    """The shape of the states of one token. Raises DumpFormatError if no model has such states."""
 
-    rid: str  # the request's id, as the client sent it
-    start: int  # position in the prompt of the first row
-    rows: int  # number of rows (tokens) in this piece
     boundaries: tuple[int, ...]  # ascending boundary indices held in `aux`
     hidden_size: int
     dtype: str  # safetensors name of the states' dtype, one of STATE_DTYPES
     last_kind: LastKind
+
+    def __post_init__(self) -> None:
+        if self.hidden_size < 1:
+            raise DumpFormatError(f"hidden_size must be >= 1, is {self.hidden_size}")
+        if list(self.boundaries) != sorted(set(self.boundaries)) or not self.boundaries:
+            raise DumpFormatError(f"boundaries must ascend and not repeat: {self.boundaries}")
+        if self.dtype not in STATE_DTYPES:
+            raise DumpFormatError(f"dtype must be one of {STATE_DTYPES}, is {self.dtype!r}")
+        if self.last_kind not in LAST_TENSORS:
+            raise DumpFormatError(f"last_kind must be post, pre or both, is {self.last_kind!r}")
+
+    def tensor_shapes(self, rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """name -> (dtype, shape) of the tensors of `rows` tokens, in file order."""
+        return tensor_shapes(
+            rows=rows,
+            num_boundaries=len(self.boundaries),
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            last_kind=self.last_kind,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpHeader:
+    """The metadata of one dump."""
+
+    rid: str  # the request's id, as the client sent it
+    start: int  # position in the prompt of the first row
+    rows: int  # number of rows (tokens) in this piece
+    layout: StateLayout
     boot_id: str
     rank: int  # data-parallel rank
     counter: int  # number of this file within its rank; a name, never a key
@@ -106,27 +136,13 @@ class DumpHeader:
     def __post_init__(self) -> None:
         if not self.rid:
             raise DumpFormatError("rid must not be empty")
-        for name, least in (("start", 0), ("rows", 1), ("hidden_size", 1), ("rank", 0)):
+        for name, least in (("start", 0), ("rows", 1), ("rank", 0), ("counter", 0)):
             if getattr(self, name) < least:
                 raise DumpFormatError(f"{name} must be >= {least}, is {getattr(self, name)}")
-        if self.counter < 0:
-            raise DumpFormatError(f"counter must be >= 0, is {self.counter}")
-        if list(self.boundaries) != sorted(set(self.boundaries)) or not self.boundaries:
-            raise DumpFormatError(f"boundaries must ascend and not repeat: {self.boundaries}")
-        if self.dtype not in STATE_DTYPES:
-            raise DumpFormatError(f"dtype must be one of {STATE_DTYPES}, is {self.dtype!r}")
-        if self.last_kind not in LAST_TENSORS:
-            raise DumpFormatError(f"last_kind must be post, pre or both, is {self.last_kind!r}")
 
     def tensor_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """name -> (dtype, shape) of the tensors such a dump holds, in file order."""
-        return tensor_shapes(
-            rows=self.rows,
-            num_boundaries=len(self.boundaries),
-            hidden_size=self.hidden_size,
-            dtype=self.dtype,
-            last_kind=self.last_kind,
-        )
+        """name -> (dtype, shape) of the tensors in such a dump, in file order."""
+        return self.layout.tensor_shapes(self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +156,7 @@ class Dump:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRecord:
-    """The plugin could not dump a piece of `rid`; the server went on serving."""
+    """The plugin could not dump rows of request `rid`; the server continued to serve."""
 
     rid: str
     start: int
@@ -148,53 +164,155 @@ class ErrorRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ready:
-    """READY.json: written when capture is armed and the writers run, and rewritten when the weights
-    in memory or their label change."""
+class ModelInfo:
+    """The facts about a served model that determine its states.
 
-    format_version: int
-    boot_id: str
-    rank: int  # data-parallel rank
-    pid: int  # of the scheduler process that writes the dumps
-    pid_start_ticks: int  # field 22 of /proc/<pid>/stat: tells a reused pid from the same process
-    started_at: str  # ISO 8601, UTC
-    plugin_version: str
-    engine_version: str
-    host: str  # the address and port the server was told to listen on
-    port: int
-    model_path: str
+    A new one needs a default, for the READY.json and the data sets of before, and nothing else:
+    readers walk the fields.
+    """
+
+    path: str  # or its hub id, as the server was given it
     architecture: str  # class name of the causal LM
     config_digest: str  # sha256 of the model's config.json content, canonical JSON
     vocab_size: int
     num_layers: int
     hidden_size: int
     dtype: str  # safetensors name
-    boundaries: tuple[int, ...]  # read back from the armed model, not merely asked for
-    last_kind: LastKind
-    capture_method: str  # e.g. "set_eagle3_layers_to_capture"
-    tp_size: int
-    dp_size: int
-    rid_prefix: str
-    chunked_prefill_size: int  # tokens; -1 when prefill is not chunked
-    radix_cache: bool
-    ring_bytes: int  # pinned (or plain, on CPU) staging memory
-    num_writers: int
     quantization: str | None = None
-    kv_cache_dtype: str | None = None
-    #: What /proc/self/ns/pid links to: `pid` means something to processes of that namespace only.
-    pid_namespace: str | None = None
-    #: Id of the weights in memory: the fingerprint of their bytes at load, over all ranks of this
-    #: replica. After an update in place, `+` and a suffix unique to that update follow. None if the
-    #: fingerprint could not be computed; after an update then `unknown+...`.
-    weights: str | None = None
+
+
+#: Keys of the model's facts in READY.json -> the attribute of `ModelInfo`.
+MODEL_KEYS: Final[Mapping[str, str]] = {
+    "model_path" if fact.name == "path" else fact.name: fact.name for fact in fields(ModelInfo)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsInfo:
+    """The weights in memory of one replica of the model."""
+
+    #: The fingerprint of their bytes at load, over all ranks. After an update in place, `+` and a
+    #: suffix unique to that update follow. None if the fingerprint could not be computed; after an
+    #: update then `unknown+...`.
+    id: str | None = None
     #: Digest of name, dtype, shape and strides of every tensor on every rank. Fingerprints are
     #: comparable only between equal layouts: another tensor-parallel size stores other slices.
-    weights_layout: str | None = None
-    weights_s: float | None = None  # duration of the fingerprint, in seconds
-    weight_version: str | None = None  # the engine's own label, repeated in each of its replies
-    #: Engine settings that may change numbers, as the engine resolved them: name -> value as text.
-    #: A setting that is off or unset is left out.
+    layout: str | None = None
+    seconds: float | None = None  # duration of the fingerprint
+    version: str | None = None  # the engine's own label, repeated in each of its replies
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """The engine and the settings that it resolved."""
+
+    version: str
+    tp_size: int
+    dp_size: int
+    chunked_prefill_size: int  # tokens; -1 when prefill is not chunked
+    radix_cache: bool
+    kv_cache_dtype: str | None = None
+    #: Settings that may change numbers: name -> value as text. A setting that is off or unset is
+    #: left out; a plugin older than this field has none.
     settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessInfo:
+    """The scheduler process that writes the dumps."""
+
+    pid: int
+    start_ticks: int  # field 22 of /proc/<pid>/stat: differs if the pid is reused
+    started_at: str  # ISO 8601, UTC
+    host: str  # the address and port that its server was configured to listen on
+    port: int
+    #: Target of the link /proc/self/ns/pid: `pid` is valid only in that namespace.
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureInfo:
+    """The states that the plugin captures, and its own configuration."""
+
+    plugin_version: str
+    boundaries: tuple[int, ...]  # read back from the armed model, not merely asked for
+    last_kind: LastKind
+    method: str  # e.g. "set_eagle3_layers_to_capture"
+    rid_prefix: str
+    ring_bytes: int  # pinned (or plain, on CPU) staging memory
+    num_writers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """The content of READY.json.
+
+    The file is written when capture is armed and the writers run, and rewritten when the weights in
+    memory or their label change.
+    """
+
+    boot_id: str
+    rank: int  # data-parallel rank
+    process: ProcessInfo
+    engine: EngineInfo
+    model: ModelInfo
+    weights: WeightsInfo
+    capture: CaptureInfo
+
+    @cached_property
+    def layout(self) -> StateLayout:
+        """The layout of the dumps. Raises DumpFormatError if no model has such states."""
+        return StateLayout(
+            boundaries=self.capture.boundaries,
+            hidden_size=self.model.hidden_size,
+            dtype=self.model.dtype,
+            last_kind=self.capture.last_kind,
+        )
+
+    def to_document(self) -> dict[str, Any]:
+        """Every fact by its key in READY.json, in file order."""
+        return {key: attrgetter(place)(self) for key, place in _READY_KEYS.items()}
+
+
+def _model_places(*, is_optional: bool) -> dict[str, str]:
+    """The keys of the model's facts with a default, or without one, and their attributes."""
+    names = {
+        fact.name for fact in fields(ModelInfo) if (fact.default is not MISSING) == is_optional
+    }
+    return {key: f"model.{name}" for key, name in MODEL_KEYS.items() if name in names}
+
+
+#: Keys of READY.json after `format_version`, in file order -> the attribute of `Ready`.
+_READY_KEYS: Final[Mapping[str, str]] = {
+    "boot_id": "boot_id",
+    "rank": "rank",
+    "pid": "process.pid",
+    "pid_start_ticks": "process.start_ticks",
+    "started_at": "process.started_at",
+    "plugin_version": "capture.plugin_version",
+    "engine_version": "engine.version",
+    "host": "process.host",
+    "port": "process.port",
+    **_model_places(is_optional=False),
+    "boundaries": "capture.boundaries",
+    "last_kind": "capture.last_kind",
+    "capture_method": "capture.method",
+    "tp_size": "engine.tp_size",
+    "dp_size": "engine.dp_size",
+    "rid_prefix": "capture.rid_prefix",
+    "chunked_prefill_size": "engine.chunked_prefill_size",
+    "radix_cache": "engine.radix_cache",
+    "ring_bytes": "capture.ring_bytes",
+    "num_writers": "capture.num_writers",
+    **_model_places(is_optional=True),
+    "kv_cache_dtype": "engine.kv_cache_dtype",
+    "pid_namespace": "process.namespace",
+    "weights": "weights.id",
+    "weights_layout": "weights.layout",
+    "weights_s": "weights.seconds",
+    "weight_version": "weights.version",
+    "settings": "engine.settings",
+}
 
 
 def tensor_shapes(
@@ -231,10 +349,10 @@ def encode_header(header: DumpHeader) -> bytes:
             "rid": header.rid,
             "start": str(header.start),
             "rows": str(header.rows),
-            "boundaries": ",".join(map(str, header.boundaries)),
-            "hidden_size": str(header.hidden_size),
-            "dtype": header.dtype,
-            "last_kind": header.last_kind,
+            "boundaries": ",".join(map(str, header.layout.boundaries)),
+            "hidden_size": str(header.layout.hidden_size),
+            "dtype": header.layout.dtype,
+            "last_kind": header.layout.last_kind,
             "boot_id": header.boot_id,
             "rank": str(header.rank),
             "counter": str(header.counter),
@@ -282,10 +400,12 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
             rid=str(metadata["rid"]),
             start=int(metadata["start"]),
             rows=int(metadata["rows"]),
-            boundaries=tuple(int(b) for b in metadata["boundaries"].split(",")),
-            hidden_size=int(metadata["hidden_size"]),
-            dtype=str(metadata["dtype"]),
-            last_kind=cast(LastKind, metadata["last_kind"]),
+            layout=StateLayout(
+                boundaries=tuple(int(b) for b in metadata["boundaries"].split(",")),
+                hidden_size=int(metadata["hidden_size"]),
+                dtype=str(metadata["dtype"]),
+                last_kind=cast(LastKind, metadata["last_kind"]),
+            ),
             boot_id=str(metadata["boot_id"]),
             rank=int(metadata["rank"]),
             counter=int(metadata["counter"]),
@@ -320,7 +440,7 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
 def open_dump(path: Path) -> int:
     """A descriptor to read a dump or an error record; the caller closes it.
 
-    What is no regular file is refused, not waited for or followed: anybody who may write to the
+    Anything but a regular file is refused, not waited for or followed: whoever may write to the
     directory can put a pipe or a link there. Raises OSError, DumpFormatError.
     """
     return _open_regular(path)[0]
@@ -402,7 +522,8 @@ def decode_error(data: bytes) -> ErrorRecord:
 
 
 def encode_ready(ready: Ready) -> bytes:
-    return json.dumps(asdict(ready), indent=1).encode()
+    document = {"format_version": FORMAT_VERSION, **ready.to_document()}
+    return json.dumps(document, indent=1).encode()
 
 
 def decode_ready(data: bytes) -> Ready:
@@ -415,12 +536,25 @@ def decode_ready(data: bytes) -> Ready:
             "install the same version on both sides"
         )
     try:
-        known = {known.name for known in fields(Ready)}
-        values = {name: value for name, value in document.items() if name in known}
-        values["boundaries"] = tuple(int(b) for b in values["boundaries"])
-        settings = values.get("settings", {})
-        values["settings"] = {str(name): str(value) for name, value in settings.items()}
-        return Ready(**values)
+        document["boundaries"] = tuple(int(b) for b in document["boundaries"])
+        settings = document.get("settings", {})
+        document["settings"] = {str(name): str(value) for name, value in settings.items()}
+        # Keys of a newer plugin are ignored; those that an older one lacks have defaults.
+        values: dict[str, dict[str, Any]] = defaultdict(dict)
+        for key, place in _READY_KEYS.items():
+            if key in document:
+                owner, _, name = place.rpartition(".")
+                values[owner][name] = document[key]
+        ready = Ready(
+            process=ProcessInfo(**values["process"]),
+            engine=EngineInfo(**values["engine"]),
+            model=ModelInfo(**values["model"]),
+            weights=WeightsInfo(**values["weights"]),
+            capture=CaptureInfo(**values["capture"]),
+            **values[""],
+        )
+        _ = ready.layout  # checked here, so that no reader meets an error later
+        return ready
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DumpFormatError(f"unreadable {READY_NAME}: {error!r}") from error
 

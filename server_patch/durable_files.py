@@ -1,4 +1,4 @@
-"""Writing one small set of bytes to one file, whole or not at all. Standard library only."""
+"""Writes one small file completely or not at all. Standard library only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def replace(directory: Path, name: str, data: bytes, *, mode: int) -> None:
 
 
 def remove_unfinished(directory: Path, name: str) -> None:
-    """Remove what an interrupted write of `name` left, if anything. Raises OSError."""
+    """Remove the temporary file of an interrupted write of `name`, if any. Raises OSError."""
     with suppress(FileNotFoundError):
         os.unlink(directory / f"{TEMPORARY_PREFIX}{name}")
 

@@ -56,7 +56,7 @@ class Fingerprint:
 def fingerprint(model: torch.nn.Module) -> Fingerprint:
     """Compute the fingerprint of a model's tensors on this rank.
 
-    Raises what torch raises for a tensor that cannot be read as bytes.
+    Raises torch's error for a tensor that cannot be read as bytes.
     """
     layout: list[Any] = [VERSION]
     hashed: list[torch.Tensor] = []

@@ -2,7 +2,7 @@
 
 A layer is entered with `hidden_states`, and in many models with a `residual` that is still to be
 added to it; in newer ones the engine keeps the residual, and hands it to the layer's first norm.
-What the residual stream is made of is never assumed: `capture_audit` finds it out on a real
+The parts of the residual stream are never assumed: `capture_audit` determines them on a real
 forward, and nothing is captured before.
 
 Hooks are registered around the forwards that need them and removed again, so every other forward
@@ -22,11 +22,11 @@ import torch
 from server_patch.capture import NormProbe, Probe
 from server_patch.capture_points import ArmError, CapturePoints, Parts
 
-#: What READY.json calls this way of capturing.
+#: The name of this way of capturing in READY.json.
 METHOD: Final = "decoder_layer_hooks"
 
 #: sum: hidden_states + residual. plain: hidden_states, whatever else is handed on.
-#: apart: hidden_states + what the layer's first norm is given besides.
+#: apart: hidden_states + the other tensor that the layer's first norm is given.
 Stream = Literal["sum", "plain", "apart"]
 
 #: Parameters of a layer that cannot hold a part of the residual stream besides the two that do.
@@ -37,11 +37,11 @@ _KNOWN: Final = {
 
 
 class LayerSignature:
-    """Where a decoder layer takes its state."""
+    """The arguments in which a decoder layer takes its state."""
 
     def __init__(self, layer: Any) -> None:
         """Raises ArmError for a layer that may take more of its state than the two tensors."""
-        # What **kwargs hold is told when the layer is called.
+        # The content of **kwargs is known when the layer is called.
         parameters = inspect.signature(layer.forward).parameters.values()
         names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
         kind = type(layer).__name__
@@ -73,7 +73,7 @@ class LayerSignature:
 
 
 def stream_of(stream: Stream, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """The residual stream [T, H], in memory of its own: layers write to what they are given."""
+    """The residual stream [T, H], in memory of its own: layers write to their arguments."""
     if stream == "sum" and residual is not None:
         return hidden + residual
     return hidden.clone()
@@ -115,8 +115,8 @@ class LayerHooks:
         instead_of: CapturePoints | None = None,
     ) -> None:
         """consumers: per layer of the model, the module within it that takes the layer's state.
-        instead_of: capture points that stay in use, because those of other ranks do; what they
-            capture is dropped.
+        instead_of: capture points that stay in use, because those of other ranks do; their
+            states are dropped.
         Raises ArmError.
         """
         self._instead_of = instead_of
@@ -166,7 +166,7 @@ class LayerHooks:
         return result, taken
 
     def probe(self) -> Probe:
-        """What shows h[n] of the same model."""
+        """A probe for h[n] of the same model."""
         if self._stream == "apart":
             return NormProbe(self._parts.final_norm())
         return LastLayerProbe(self._parts, self._stream)
@@ -196,9 +196,9 @@ class LayerHooks:
 
 
 def owed(stream: Stream, hidden: torch.Tensor, residual: torch.Tensor | None) -> set[int]:
-    """Addresses of what a layer must hand to its consumer, so that what is stored is what it uses.
+    """Addresses of the tensors that a layer must pass to its consumer, to use the stored state.
 
-    A kernel that fuses the norm with something else passes by the module, and then computes on
+    A kernel that fuses the norm with something else bypasses the module, and then computes on
     other numbers than those that the layer was given.
     """
     pointers = {hidden.data_ptr()}
@@ -208,7 +208,8 @@ def owed(stream: Stream, hidden: torch.Tensor, residual: torch.Tensor | None) ->
 
 
 class LastLayerProbe:
-    """h[n], from what the last layer returns; the counterpart of `capture.NormProbe`."""
+    """Keeps h[n], computed from the output of the last layer; the counterpart of
+    `capture.NormProbe`."""
 
     def __init__(self, parts: Parts, stream: Stream) -> None:
         self._layer = parts.inner.layers[-1]

@@ -1,6 +1,6 @@
-"""What every decoder layer is given and returns in one forward, and what follows from it.
+"""Records the inputs and outputs of every decoder layer in one forward, and checks them.
 
-Nothing that is done here changes the forward: hooks copy the first rows of what passes by.
+Nothing here changes the forward: hooks copy the first rows of the tensors that they see.
 """
 
 from __future__ import annotations
@@ -32,10 +32,25 @@ _MOST: Final = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Proven:
-    """What is needed to capture."""
+    """The facts that hooks on the layers need to capture the stream."""
 
     stream: Stream
     consumers: list[Any]  # per layer, the module that takes its state
+
+
+@dataclass(kw_only=True)
+class _Consumer:
+    """The first of a layer's own modules that was called. Tensors are copies of the first rows."""
+
+    module: Any = None  # None if none was called
+    given: list[int] = field(default_factory=list)  # addresses of its [rows, hidden] arguments
+    given_total: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # and their sum
+    output: list[torch.Tensor] = field(default_factory=list)
+    output_rows: int = 0  # of all its output
+
+    @property
+    def is_norm(self) -> bool:
+        return "norm" in type(self.module).__name__.lower()
 
 
 @dataclass(kw_only=True)
@@ -47,21 +62,17 @@ class _Visit:
     hidden: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     residual: torch.Tensor | None = None
     owed: dict[Stream, set[int]] = field(default_factory=dict)  # see `layer_hooks.owed`
-    consumer: Any = None  # the first of the layer's own modules that was called
-    given: list[int] = field(default_factory=list)  # addresses of its [rows, hidden] arguments
-    given_total: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # and their sum
-    consumer_output: list[torch.Tensor] = field(default_factory=list)
-    consumer_rows: int = 0  # of all its output
+    consumer: _Consumer = field(default_factory=lambda: _Consumer())
     output: list[torch.Tensor] = field(default_factory=list)
 
     def stream(self, stream: Stream) -> torch.Tensor:
         if stream == "apart":
-            return self.given_total
+            return self.consumer.given_total
         return stream_of(stream, self.hidden, self.residual)
 
 
-class Watch:
-    """The hooks on every layer for one forward, and what they saw."""
+class LayerTrace:
+    """The hooks on every layer for one forward, and the tensors that they saw."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -75,8 +86,8 @@ class Watch:
         self.proven: list[int] = []  # boundaries that `compare` found right
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """The forward inside the block is watched."""
+    def tracing(self) -> Iterator[None]:
+        """Record the forward inside the block."""
         try:
             for index, layer in enumerate(self._parts.inner.layers):
                 self._on(layer.register_forward_pre_hook, self._enter, index)
@@ -102,7 +113,7 @@ class Watch:
 
         self._handles.append(register(safely, with_kwargs=True))
 
-    # ---- what is seen --------------------------------------------------------------------------
+    # ---- recording -----------------------------------------------------------------------------
 
     def _enter(self, index: int, args: Any, kwargs: Any) -> None:
         visit = self._inside = _Visit(index=index)
@@ -119,19 +130,21 @@ class Watch:
 
     def _enter_child(self, child: Any, args: Any, kwargs: Any) -> None:
         visit = self._inside
-        if visit is not None and visit.consumer is None:
-            visit.consumer = child
+        if visit is not None and visit.consumer.module is None:
+            consumer = visit.consumer
+            consumer.module = child
             given = states_given(args, kwargs)
-            visit.given = [tensor.data_ptr() for tensor in given]
+            consumer.given = [tensor.data_ptr() for tensor in given]
             if given:
-                visit.given_total = total([_head(tensor) for tensor in given])
+                consumer.given_total = total([_head(tensor) for tensor in given])
 
     def _leave_child(self, child: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         visit = self._inside
-        if visit is not None and visit.consumer is child and not visit.consumer_output:
+        consumer = visit.consumer if visit is not None else None
+        if consumer is not None and consumer.module is child and not consumer.output:
             tensors = tensors_of(output)
-            visit.consumer_output = [_head(tensor) for tensor in tensors]
-            visit.consumer_rows = tensors[0].shape[0] if tensors else 0
+            consumer.output = [_head(tensor) for tensor in tensors]
+            consumer.output_rows = tensors[0].shape[0] if tensors else 0
 
     def _leave(self, _index: int, _args: Any, _kwargs: Any, output: Any) -> None:
         assert self._inside is not None
@@ -144,27 +157,27 @@ class Watch:
     def _after_norm(self, _subject: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         self._norm_outputs.append(_head(tensors_of(output)[0]))
 
-    # ---- what follows from it ------------------------------------------------------------------
+    # ---- checking --------------------------------------------------------------------------------
 
     def compare(self, boundaries: Sequence[int], hidden: torch.Tensor, aux: Any) -> str | None:
-        """Which of the captured states is not what its layer worked on, or None."""
+        """Describe the first state that its layer did not work on; None if all are right."""
         if aux is None:
-            return None  # told with each request
+            return None  # recorded for each request
         width = hidden.shape[1]
         if isinstance(aux, torch.Tensor):
             aux = [aux[:, i * width : (i + 1) * width] for i in range(len(boundaries))]
         for boundary, state in zip(boundaries, aux, strict=True):
             visits = [visit for visit in self._visits if visit.index == boundary]
-            if len(visits) != 1 or "norm" not in type(visits[0].consumer).__name__.lower():
+            if len(visits) != 1 or not visits[0].consumer.is_norm:
                 continue
-            (visit,) = visits
+            consumer = visits[0].consumer
             # Spread over the ranks, or quantised on the way out: something else to look at.
-            if visit.consumer_rows != len(state):
+            if consumer.output_rows != len(state):
                 continue
-            output = visit.consumer_output[0]
+            output = consumer.output[0]
             if (output.shape[1:], output.dtype) != (state.shape[1:], state.dtype):
                 continue
-            if not _close(_apply(visit.consumer, _head(state)), output):
+            if not _close(_apply(consumer.module, _head(state)), output):
                 return (
                     f"{self._kind}: SGLang's own capture at boundary {boundary} is not the state "
                     "that the layer works on"
@@ -173,7 +186,8 @@ class Watch:
         return None
 
     def judge(self, result: Any) -> Proven:
-        """Raises ArmError with what does not hold, or what a hook raised."""
+        """Determine how hooks can capture. Raises ArmError with the reason if they cannot, or the
+        error of a hook."""
         if self._error is not None:
             raise self._error
         self._check_order(result)
@@ -181,7 +195,7 @@ class Watch:
         for visit in self._visits:
             self._check_visit(visit, stream)
         self._check_end(stream, result)
-        return Proven(stream=stream, consumers=[visit.consumer for visit in self._visits])
+        return Proven(stream=stream, consumers=[visit.consumer.module for visit in self._visits])
 
     def _check_order(self, result: Any) -> None:
         order = [visit.index for visit in self._visits]
@@ -204,11 +218,11 @@ class Watch:
                 )
 
     def _find_stream(self) -> Stream:
-        """What the layers hand to what they call first. The first layer's tells nothing."""
+        """The stream that layers pass to their first module; the first layer does not show it."""
         later = self._visits[1:]
-        apart = {bool(set(visit.given) - visit.owed["sum"]) for visit in later}
+        apart = {bool(set(visit.consumer.given) - visit.owed["sum"]) for visit in later}
         both = {
-            visit.owed["sum"] <= set(visit.given)
+            visit.owed["sum"] <= set(visit.consumer.given)
             for visit in later
             if visit.owed["sum"] != visit.owed["plain"]
         }
@@ -219,28 +233,27 @@ class Watch:
         return "sum" if both == {True} else "plain"
 
     def _check_visit(self, visit: _Visit, stream: Stream) -> None:
-        layer, consumer = f"layer {visit.index}", type(visit.consumer).__name__
-        is_sum = len(visit.given) > 1 and stream != "plain"
-        if visit.consumer is None or not visit.owed[stream] <= set(visit.given):
-            raise self._no(
-                f"{layer} does not hand its state to the first module in it ({consumer})"
-            )
-        extra = set(visit.given) - visit.owed[stream]
-        if len(extra) != (1 if stream == "apart" and visit.index > 0 else 0):
-            raise self._no(f"{layer} hands {consumer} states that it was not given itself")
-        if "norm" not in consumer.lower():
+        layer, consumer = f"layer {visit.index}", visit.consumer
+        kind = type(consumer.module).__name__
+        given = set(consumer.given)
+        is_sum = len(consumer.given) > 1 and stream != "plain"
+        if consumer.module is None or not visit.owed[stream] <= given:
+            raise self._no(f"{layer} does not hand its state to the first module in it ({kind})")
+        if len(given - visit.owed[stream]) != (1 if stream == "apart" and visit.index > 0 else 0):
+            raise self._no(f"{layer} hands {kind} states that it was not given itself")
+        if not consumer.is_norm:
             # Attention on the bare state: what is stored is what it is given, and there is nothing
             # to be added up.
             if is_sum:
-                raise self._no(f"{layer} adds its residual within {consumer}")
+                raise self._no(f"{layer} adds its residual within {kind}")
             return
         state = visit.stream(stream)
-        if not visit.consumer_output:
-            raise self._no(f"{layer}'s {consumer} returns no state")
-        if not _close(_apply(visit.consumer, state), visit.consumer_output[0]):
-            raise self._no(f"{layer}'s {consumer} is not of the state that would be stored")
+        if not consumer.output:
+            raise self._no(f"{layer}'s {kind} returns no state")
+        if not _close(_apply(consumer.module, state), consumer.output[0]):
+            raise self._no(f"{layer}'s {kind} is not of the state that would be stored")
         if is_sum:
-            sums = visit.consumer_output[1:]
+            sums = consumer.output[1:]
             if len(sums) != 1 or not _close(state, sums[0]):
                 raise self._no(f"{layer} does not go on with the state that would be stored")
 

@@ -1,7 +1,7 @@
-"""The entry point of the group `sglang.srt.plugins`, and what it starts in a scheduler process.
+"""The entry point of the group `sglang.srt.plugins`, and the start of a scheduler's capture.
 
 SGLang calls `register` in each of its processes: main, scheduler (one per tensor-parallel rank),
-detokenizer. Without `SGLANG_HS_DUMP_DIR` that is all that ever happens.
+detokenizer. Without `SGLANG_HS_DUMP_DIR` nothing else ever happens.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from server_patch.settings import (
 if TYPE_CHECKING:
     from server_patch.capture import Probe
     from server_patch.capture_points import CapturePoints, Parts
-    from server_patch.dump_dir import Home
+    from server_patch.dump_dir import RankDir
     from server_patch.layer_hooks import LayerHooks
-    from server_patch.sglang_api import Facts
+    from server_patch.sglang_api import RunnerFacts
     from server_patch.weights import Found, Measured, Weights
     from server_patch.writing import Writing
 
@@ -37,16 +37,18 @@ _weights: Weights | None = None
 
 
 def register() -> None:
-    """Register our hooks if the environment asks for it. Raises SettingsError; SGLang logs it."""
+    """Register the hooks if the environment asks for it. Raises SettingsError; SGLang logs it."""
     try:
         settings = Settings.from_environ(os.environ)
     except SettingsError as error:
-        _tell_bad_settings(str(error))
+        _report_bad_settings(str(error))
         raise
     if settings is None:
         return
-    from server_patch import sglang_api
+    from server_patch import request_log, sglang_api
     from server_patch.dump_dir import make_boot_id
+
+    request_log.set_level(settings.log_level)
 
     # The main process comes first; its children inherit the id and so meet in one directory.
     os.environ.setdefault(BOOT_ID, make_boot_id())
@@ -60,7 +62,7 @@ def register() -> None:
 
 
 def _after_load_model(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
-    """Arm the model that `runner` has just loaded. Whatever fails, the server goes on serving."""
+    """Arm the model that `runner` has just loaded. No error here stops the server."""
     from server_patch import sglang_api
 
     try:
@@ -107,35 +109,37 @@ def _measure(runner: Any) -> Measured:
 def _set_up(runner: Any, settings: Settings, measured: Measured | None) -> None:
     global _weights
     from server_patch import sglang_api
+    from server_patch.capture_points import find_causal
     from server_patch.weights import Weights
 
-    facts = sglang_api.read_facts(runner)
-    home = _make_home(settings, facts) if facts.is_writer else None
+    architecture = type(find_causal(runner.model)).__name__
+    facts = sglang_api.read_facts(runner, architecture=architecture)
+    rank_dir = _make_rank_dir(settings, facts) if facts.placement.is_writer else None
     _weights = None
-    if home is not None:
+    if rank_dir is not None:
         found: Found | None = measured.gather() if measured is not None else None
-        _weights = Weights(boot_id=home.boot_id, found=found, version=facts.weight_version)
-    rank = _Rank(runner=runner, settings=settings, facts=facts, home=home, weights=_weights)
+        _weights = Weights(boot_id=rank_dir.boot_id, found=found, version=facts.weight_version)
+    rank = _Rank(runner=runner, settings=settings, facts=facts, rank_dir=rank_dir, weights=_weights)
     try:
         rank.arm()
     except Exception as error:
-        _refuse(home, error)
+        _refuse(rank_dir, error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """This process's model, on its way to being captured.
+    """Sets up the capture of this process's model.
 
-    Arming by the model's own setter and installing go alike on every tensor-parallel rank, because
-    the engine's capture may contain collectives. What only the writer's rank does can fail there
-    alone, and must then leave the capture in place. Hooks on layers contain none, so the other
-    ranks have nothing to do with them.
+    Arming by the model's own setter and installing are the same on every tensor-parallel rank,
+    because the engine's capture may contain collectives. The steps of the writer's rank can fail
+    there alone, and must then leave the capture in place. Hooks on layers contain no collectives,
+    so the other ranks do not install them.
     """
 
     runner: Any
     settings: Settings
-    facts: Facts
-    home: Home | None  # where this rank writes; None where it does not
+    facts: RunnerFacts
+    rank_dir: RankDir | None  # where this rank writes; None where it does not
     weights: Weights | None  # known on the ranks that write
 
     def arm(self) -> None:
@@ -145,8 +149,9 @@ class _Rank:
         reasons = sglang_api.refusals(self.runner)
         if reasons:
             raise sglang_api.EngineError("; ".join(reasons))
-        boundaries = self.settings.resolve_boundaries(self.facts.num_layers)
-        parts = capture_points.find_parts(self.runner.model, num_layers=self.facts.num_layers)
+        num_layers = self.facts.model.num_layers
+        boundaries = self.settings.resolve_boundaries(num_layers)
+        parts = capture_points.find_parts(self.runner.model, num_layers=num_layers)
         if parts.method not in capture_points.SETTERS:
             reasons = sglang_api.proof_refusals(self.runner)
             if reasons:
@@ -159,7 +164,7 @@ class _Rank:
             return
         if boundaries[0] == 0 and not sglang_api.captures_boundary_zero():
             raise sglang_api.EngineError(
-                f"SGLang {self.facts.engine_version} cannot capture boundary 0, the embeddings: "
+                f"SGLang {self.facts.engine.version} cannot capture boundary 0, the embeddings: "
                 "leave it out"
             )
         reason = sglang_api.reduction_refusal(self.runner, parts.inner.layers[boundaries[-1]])
@@ -168,7 +173,7 @@ class _Rank:
         self._begin(parts, capture_points.arm(parts, boundaries))
 
     def _prove(self, parts: Parts, boundaries: tuple[int, ...]) -> None:
-        """Without capture points: watch the warm-up's prefill, and use hooks if that proves right.
+        """Without capture points: record the warm-up's prefill, and use hooks if it proves them.
 
         READY.json or FAILED.json are written then, before the server says that it is ready.
         """
@@ -185,19 +190,19 @@ class _Rank:
                     LayerHooks(parts, boundaries, stream=found.stream, consumers=found.consumers),
                 )
             except Exception as error:
-                _refuse(self.home, error)
+                _refuse(self.rank_dir, error)
 
         def refused(error: Exception) -> None:
             uninstall()
-            _refuse(self.home, error)
+            _refuse(self.rank_dir, error)
 
-        if self.home is not None:
+        if self.rank_dir is not None:
             uninstall = install(parts.inner, Proof(parts, proven=proven, refused=refused))
 
     def _begin(self, parts: Parts, points: CapturePoints | LayerHooks) -> None:
         """Install the capture, and on the writer's rank start writing.
 
-        What the model was not set up for by a setter of its own is announced when it is proven.
+        Capture points that no setter of the model has set are announced when they are proven.
         Raises EngineError, ArmError.
         """
         from server_patch.capture import Capture, NormProbe, install
@@ -213,14 +218,14 @@ class _Rank:
         writing: Writing | None = None  # of the writer's rank, once it runs
 
         def wrong(fault: str, found: Proven | None) -> None:
-            """The engine's own points are wrong: use hooks on the layers if they would do."""
+            """Replace the engine's wrong points by hooks on the layers, if those can be used."""
             if writing is None:
                 return
             capture.connect(None, None)
             try:
                 if found is None:
                     raise ArmError(fault)
-                logger.warning("hidden states: %s; hooks on the layers are used instead", fault)
+                logger.warning("hidden states: %s; using hooks on the layers instead", fault)
                 hooks = LayerHooks(
                     parts,
                     points.boundaries,
@@ -230,17 +235,17 @@ class _Rank:
                 )
                 capture.change(hooks)
                 capture.connect(writing.tap, hooks.probe() if keeps_pre else None)
-                self._tell_ready(parts, hooks, writing)
+                writing.announce(hooks.method)
             except Exception as error:
-                _refuse(self.home, error)
+                _refuse(self.rank_dir, error)
 
         def right() -> None:
             if must_prove and writing is not None:
                 try:
-                    self._tell_ready(parts, points, writing)
+                    writing.announce(points.method)
                 except Exception as error:
                     capture.connect(None, None)
-                    _refuse(self.home, error)
+                    _refuse(self.rank_dir, error)
 
         must_prove = not hooked and points.method not in SETTERS
         audit = None
@@ -249,80 +254,70 @@ class _Rank:
         capture = Capture(
             points=points,
             rid_prefix=self.settings.rid_prefix,
-            shares_forward=self.facts.shares_forward,
+            shares_forward=self.facts.placement.shares_forward,
             audit=audit,
         )
         install(parts.inner, capture)
-        if self.home is None or self.weights is None:
+        if self.rank_dir is None or self.weights is None:
             return
         try:
             writing = start_writing(
                 settings=self.settings,
                 facts=self.facts,
-                home=self.home,
-                boundaries=points.boundaries,
+                rank_dir=self.rank_dir,
                 weights=self.weights,
+                boundaries=points.boundaries,
+                method=points.method,
             )
             probe: Probe | None = None
             if keeps_pre:
                 probe = points.probe() if isinstance(points, LayerHooks) else NormProbe(norm)
             capture.connect(writing.tap, probe)
             if not must_prove:
-                self._tell_ready(parts, points, writing)
+                writing.announce(points.method)
         except Exception as error:
             capture.connect(None, None)
-            _refuse(self.home, error)
-
-    def _tell_ready(
-        self, parts: Parts, points: CapturePoints | LayerHooks, writing: Writing
-    ) -> None:
-        """Raises OSError."""
-        from server_patch import sglang_api
-
-        writing.tell_ready(
-            architecture=parts.architecture,
-            capture_method=points.method,
-            config_digest=sglang_api.config_digest(self.runner),
-        )
+            _refuse(self.rank_dir, error)
 
 
-def _make_home(settings: Settings, facts: Facts) -> Home | None:
-    """This writer's directory, or None (logged) if it cannot be made."""
-    from server_patch.dump_dir import HomeError, make_home
+def _make_rank_dir(settings: Settings, facts: RunnerFacts) -> RankDir | None:
+    """Make the directory of this rank; None, with an error in the log, if that fails."""
+    from server_patch.dump_dir import RankDirError, make_rank_dir
 
     try:
-        return make_home(
+        return make_rank_dir(
             settings.dump_dir,
             boot_id=os.environ[BOOT_ID],
-            rank=facts.rank,
-            num_ranks=facts.dp_size,
+            rank=facts.placement.rank,
+            num_ranks=facts.engine.dp_size,
             file_mode=settings.file_mode,
             directory_mode=settings.directory_mode,
         )
-    except (OSError, HomeError) as error:
+    except (OSError, RankDirError) as error:
         logger.error("hidden states: nothing will be written: %s", error)
         return None
 
 
-def _refuse(home: Home | None, error: Exception) -> None:
-    """Say why nothing is captured, where the client looks for it."""
-    from server_patch.dump_dir import tell_failed
+def _refuse(rank_dir: RankDir | None, error: Exception) -> None:
+    """Log why nothing is captured, and write it to FAILED.json for the client."""
+    from server_patch.ready import write_failed
 
     reason = str(error) or repr(error)
     logger.error("hidden states: not captured: %s", reason, exc_info=error)
-    if home is not None:
+    if rank_dir is not None:
         try:
-            tell_failed(home, reason)
+            write_failed(rank_dir, reason)
         except OSError as problem:
             logger.error("hidden states: the reason cannot be written: %s", problem)
 
 
-def _tell_bad_settings(reason: str) -> None:
-    """Leave the reason under the root as well, if that much of the environment can be read.
+def _report_bad_settings(reason: str) -> None:
+    """Write the reason to FAILED.json as well, if the root and the boot id can be read.
 
     The first process does it; in the others the directory exists already.
     """
-    from server_patch.dump_dir import Home, make_boot_id, tell_failed
+    from server_patch.dump_dir import RankDir, make_boot_id
+    from server_patch.ready import write_failed
 
     root = os.environ.get(DUMP_DIR, "")
     boot_id = os.environ.setdefault(BOOT_ID, make_boot_id())
@@ -332,7 +327,9 @@ def _tell_bad_settings(reason: str) -> None:
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700)
-        home = Home(directory=directory, boot_id=boot_id, rank=0, file_mode=DEFAULT_FILE_MODE)
-        tell_failed(home, reason)
+        rank_dir = RankDir(
+            directory=directory, boot_id=boot_id, rank=0, file_mode=DEFAULT_FILE_MODE
+        )
+        write_failed(rank_dir, reason)
     except OSError as error:
         logger.error("hidden states: the reason cannot be written: %s", error)

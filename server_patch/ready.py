@@ -1,4 +1,4 @@
-"""READY.json and FAILED.json: what a client may count on, or why it may not."""
+"""READY.json and FAILED.json: what a rank captures, or why it captures nothing."""
 
 from __future__ import annotations
 
@@ -8,70 +8,35 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from server_patch.dump_format import FORMAT_VERSION, READY_NAME, LastKind, Ready, encode_ready
+from server_patch.dump_dir import RankDir
+from server_patch.dump_format import FAILED_NAME, READY_NAME, ProcessInfo, Ready, encode_ready
 from server_patch.durable_files import replace
-from server_patch.sglang_api import Facts
 
 _DISTRIBUTION = "hidden-state-extractor"
 
 
-def make_ready(
-    *,
-    facts: Facts,
-    boot_id: str,
-    rank: int,
-    architecture: str,
-    config_digest: str,
-    boundaries: tuple[int, ...],
-    capture_method: str,
-    last_kind: LastKind,
-    rid_prefix: str,
-    ring_bytes: int,
-    num_writers: int,
-) -> Ready:
-    """The contract of this process, complete."""
-    return Ready(
-        format_version=FORMAT_VERSION,
-        boot_id=boot_id,
-        rank=rank,
+def own_process(*, host: str, port: int) -> ProcessInfo:
+    """The facts about this process. host, port: where its server listens. Raises OSError."""
+    return ProcessInfo(
         pid=os.getpid(),
-        pid_start_ticks=own_start_ticks(),
+        start_ticks=own_start_ticks(),
         started_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        plugin_version=plugin_version(),
-        engine_version=facts.engine_version,
-        host=facts.host,
-        port=facts.port,
-        model_path=facts.model_path,
-        architecture=architecture,
-        config_digest=config_digest,
-        vocab_size=facts.vocab_size,
-        num_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        dtype=facts.dtype,
-        boundaries=boundaries,
-        last_kind=last_kind,
-        capture_method=capture_method,
-        tp_size=facts.tp_size,
-        dp_size=facts.dp_size,
-        rid_prefix=rid_prefix,
-        chunked_prefill_size=facts.chunked_prefill_size,
-        radix_cache=facts.radix_cache,
-        ring_bytes=ring_bytes,
-        num_writers=num_writers,
-        quantization=facts.quantization,
-        kv_cache_dtype=facts.kv_cache_dtype,
-        settings=facts.settings,
-        pid_namespace=os.readlink("/proc/self/ns/pid"),
+        host=host,
+        port=port,
+        namespace=os.readlink("/proc/self/ns/pid"),
     )
 
 
-def tell_ready(directory: Path, ready: Ready, *, file_mode: int) -> None:
+def write_ready(rank_dir: RankDir, ready: Ready) -> None:
     """Write READY.json. Raises OSError."""
-    replace(directory, READY_NAME, encode_ready(ready), mode=file_mode)
+    replace(rank_dir.directory, READY_NAME, encode_ready(ready), mode=rank_dir.file_mode)
 
 
-def encode_failed(reason: str) -> bytes:
-    return json.dumps({"reason": reason, "pid": os.getpid()}).encode()
+def write_failed(rank_dir: RankDir, reason: str) -> None:
+    """Write FAILED.json and remove READY.json. Raises OSError."""
+    (rank_dir.directory / READY_NAME).unlink(missing_ok=True)
+    document = json.dumps({"reason": reason, "pid": os.getpid()}).encode()
+    replace(rank_dir.directory, FAILED_NAME, document, mode=rank_dir.file_mode)
 
 
 def own_start_ticks() -> int:
@@ -83,6 +48,7 @@ def own_start_ticks() -> int:
 
 
 def plugin_version() -> str:
+    """The version of the installed distribution."""
     try:
         return importlib.metadata.version(_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The staging memory between the device and the files: a bounded set of equal slots.
+"""The staging memory between the device and the files: a bounded number of equal slots.
 
 A slot is taken by the forward thread, filled by one copy, and given back when the last file made
 from it is written. When none is free the forward thread waits: back-pressure, never a drop.
@@ -14,15 +14,16 @@ from typing import Any, Final
 
 import torch
 
-from server_patch.slot_layout import SLOT_ALIGNMENT, Layout
+from server_patch.slot_layout import SLOT_ALIGNMENT, SlotLayout
+from server_patch.writer_protocol import RingMap
 
-#: Most staging memory taken unless the user says otherwise.
+#: Maximum staging memory by default.
 MAX_PINNED_BYTES: Final = 4 << 30
 MAX_PLAIN_BYTES: Final = 256 << 20
 
 
 class RingError(RuntimeError):
-    """The ring cannot be made as asked."""
+    """The ring cannot be allocated as configured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,11 @@ class RingPlan:
 
 
 def plan_ring(
-    *, layout: Layout, forward_rows: int, num_slots: int, total_bytes: int | None, pinned: bool
+    *, layout: SlotLayout, forward_rows: int, num_slots: int, total_bytes: int | None, pinned: bool
 ) -> RingPlan:
     """Sizes for forwards of up to `forward_rows` tokens.
 
-    total_bytes: what the user allows; None means `num_slots` whole forwards, capped by device.
+    total_bytes: the user's limit; None means `num_slots` whole forwards, capped by device.
     A slot that cannot hold a whole forward is legal: such a forward is split over several.
     Raises RingError when not even one row fits.
     """
@@ -62,7 +63,7 @@ def plan_ring(
 
 
 class Slot:
-    """One part of the ring. Owned by whoever took it until its uses are all done."""
+    """One part of the ring, owned by its taker until all its uses are over."""
 
     def __init__(self, tensor: torch.Tensor, index: int) -> None:
         self.tensor = tensor  # [slot_bytes] uint8, host
@@ -73,7 +74,7 @@ class Slot:
 
 
 class Ring:
-    """The slots."""
+    """Allocates the slots, hands them out and takes them back."""
 
     def __init__(self, plan: RingPlan, *, pinned: bool) -> None:
         """pinned: lock the memory for the GPU's copies. Raises RingError when that fails."""
@@ -96,8 +97,17 @@ class Ring:
         self._peak_slots = 0
 
     @property
+    def map(self) -> RingMap:
+        """The ring, for a writer process."""
+        return RingMap(
+            descriptor=self.descriptor,
+            total_bytes=self.plan.total_bytes,
+            slot_bytes=self.plan.slot_bytes,
+        )
+
+    @property
     def peak_bytes(self) -> int:
-        """Most memory that was in use at a time."""
+        """Peak memory in use, in bytes."""
         return self._peak_slots * self.plan.slot_bytes
 
     def take(self) -> Slot | None:
@@ -110,7 +120,7 @@ class Ring:
             return slot
 
     def hold(self, slot: Slot, uses: int) -> None:
-        """Say how many `release` calls will give the slot back."""
+        """Set the number of `release` calls after which the slot is free."""
         slot.uses = uses
 
     def release(self, slot: Slot) -> None:

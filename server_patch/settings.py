@@ -1,4 +1,4 @@
-"""What the user asked of the plugin: the `SGLANG_HS_*` environment variables, parsed once.
+"""The configuration of the plugin: the `SGLANG_HS_*` environment variables, parsed once.
 
 Standard library only. `Settings.from_environ` returns None when `SGLANG_HS_DUMP_DIR` is absent:
 the plugin is then inert.
@@ -23,33 +23,51 @@ RING_SLOTS: Final = "SGLANG_HS_RING_SLOTS"
 WRITERS: Final = "SGLANG_HS_WRITERS"
 FILE_MODE: Final = "SGLANG_HS_FILE_MODE"
 BOOT_ID: Final = "SGLANG_HS_BOOT_ID"
+LOG_LEVEL: Final = "SGLANG_HS_LOG_LEVEL"
 
 EAGLE3: Final = "eagle3"
 DEFAULT_RID_PREFIX: Final = "xtr-"
 DEFAULT_RING_SLOTS: Final = 4
 DEFAULT_FILE_MODE: Final = 0o600
+LOG_LEVELS: Final = ("DEBUG", "WARNING")
 
 _BOOT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MIN_RING_BYTES = 1 << 16
 
 
 class SettingsError(ValueError):
-    """A `SGLANG_HS_*` variable holds something that cannot be done; the message names it."""
+    """The value of a `SGLANG_HS_*` variable is invalid; the message names the variable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterSettings:
+    """Limits of the staging memory and of the writer processes."""
+
+    ring_bytes: int | None = None  # staging memory in all; None: from the prefill chunk size
+    ring_slots: int = DEFAULT_RING_SLOTS  # forwards that can be in flight at once
+    num_writers: int | None = None  # processes that write files; None: by device
+
+    def __post_init__(self) -> None:
+        if self.ring_bytes is not None and self.ring_bytes < _MIN_RING_BYTES:
+            raise SettingsError(f"{RING_BYTES} must be >= {_MIN_RING_BYTES}, is {self.ring_bytes}")
+        if not 2 <= self.ring_slots <= 64:
+            raise SettingsError(f"{RING_SLOTS} must be in 2..64, is {self.ring_slots}")
+        if self.num_writers is not None and not 1 <= self.num_writers <= 64:
+            raise SettingsError(f"{WRITERS} must be in 1..64, is {self.num_writers}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The plugin's configuration, before anything is known of the model."""
+    """The configuration of the plugin, independent of the model."""
 
     dump_dir: Path  # absolute; one directory per server start is made below it
     boundaries: tuple[int, ...] | None = None  # ascending; None: the EAGLE-3 default
     last_kind: LastKind = "post"
     rid_prefix: str = DEFAULT_RID_PREFIX  # requests without it are counted, never written
-    ring_bytes: int | None = None  # staging memory in all; None: from the prefill chunk size
-    ring_slots: int = DEFAULT_RING_SLOTS  # forwards that can be in flight at once
-    num_writers: int | None = None  # processes that write files; None: by device
+    writers: WriterSettings = WriterSettings()
     file_mode: int = DEFAULT_FILE_MODE  # permission bits of every file
     boot_id: str | None = None  # names this server start; None: made by the main process
+    log_level: str | None = None  # of lines about single requests; None: there are none
 
     def __post_init__(self) -> None:
         if not self.dump_dir.is_absolute():
@@ -60,12 +78,6 @@ class Settings:
             raise SettingsError(f"{LAST} must be post, pre or both, is {self.last_kind!r}")
         if not self.rid_prefix:
             raise SettingsError(f"{RID_PREFIX} must not be empty: every request would be dumped")
-        if self.ring_bytes is not None and self.ring_bytes < _MIN_RING_BYTES:
-            raise SettingsError(f"{RING_BYTES} must be >= {_MIN_RING_BYTES}, is {self.ring_bytes}")
-        if not 2 <= self.ring_slots <= 64:
-            raise SettingsError(f"{RING_SLOTS} must be in 2..64, is {self.ring_slots}")
-        if self.num_writers is not None and not 1 <= self.num_writers <= 64:
-            raise SettingsError(f"{WRITERS} must be in 1..64, is {self.num_writers}")
         if self.file_mode & ~0o666 or self.file_mode & 0o600 != 0o600:
             raise SettingsError(
                 f"{FILE_MODE} must be octal, 600 with read or write bits for group and others, "
@@ -76,11 +88,14 @@ class Settings:
                 f"{BOOT_ID} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a "
                 f"letter or digit, is {self.boot_id!r}"
             )
+        if self.log_level is not None and self.log_level not in LOG_LEVELS:
+            raise SettingsError(
+                f"{LOG_LEVEL} must be one of {', '.join(LOG_LEVELS)}, is {self.log_level!r}"
+            )
 
     @property
     def directory_mode(self) -> int:
-        """Permission bits of directories: who may read files may also search, whoever may write
-        files may also remove them."""
+        """Permission bits of directories: readers of files may search, writers may remove files."""
         return self.file_mode | (self.file_mode & 0o444) >> 2
 
     @classmethod
@@ -94,11 +109,14 @@ class Settings:
             boundaries=_parse_boundaries(environ.get(BOUNDARIES, "").strip() or EAGLE3),
             last_kind=cast(LastKind, environ.get(LAST, "").strip() or "post"),
             rid_prefix=environ.get(RID_PREFIX) or DEFAULT_RID_PREFIX,
-            ring_bytes=_parse_int(environ, RING_BYTES),
-            ring_slots=_parse_int(environ, RING_SLOTS) or DEFAULT_RING_SLOTS,
-            num_writers=_parse_int(environ, WRITERS),
+            writers=WriterSettings(
+                ring_bytes=_parse_int(environ, RING_BYTES),
+                ring_slots=_parse_int(environ, RING_SLOTS) or DEFAULT_RING_SLOTS,
+                num_writers=_parse_int(environ, WRITERS),
+            ),
             file_mode=_parse_int(environ, FILE_MODE, base=8) or DEFAULT_FILE_MODE,
             boot_id=environ.get(BOOT_ID, "").strip() or None,
+            log_level=environ.get(LOG_LEVEL, "").strip().upper() or None,
         )
 
     def resolve_boundaries(self, num_layers: int) -> tuple[int, ...]:
@@ -126,7 +144,7 @@ class Settings:
 
 
 def is_boot_id(text: str) -> bool:
-    """Can `text` name a directory of ours?"""
+    """Whether `text` is a valid boot id."""
     return _BOOT_ID.fullmatch(text) is not None
 
 

@@ -1,6 +1,6 @@
-"""Every attribute of SGLang that the plugin touches, one look-up per fact.
+"""Reads every attribute of SGLang that the plugin uses, one look-up per fact.
 
-SGLang moves things between releases; this module is the only one that follows. What it asks for is
+SGLang moves things between releases; only this module follows. The names that it looks up are
 listed in `sglang_compat`, which the tests compare with the wheels of all supported releases. A
 look-up that fails raises EngineError with the name of what moved. Nothing of sglang is imported
 before a look-up is made.
@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 
 from server_patch import sglang_compat
+from server_patch.dump_format import EngineInfo, ModelInfo
 from server_patch.weights import Ranks
 
 logger = logging.getLogger(__name__)
@@ -38,72 +39,83 @@ _STATE_DTYPES: Final = {torch.bfloat16: "BF16", torch.float16: "F16", torch.floa
 
 
 class EngineError(RuntimeError):
-    """This SGLang does not have what the plugin needs; the message names it."""
+    """This SGLang lacks something that the plugin needs; the message names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a loaded model runner tells of itself."""
+class Placement:
+    """The place of this process among all that serve the model."""
 
-    engine_version: str
-    device: torch.device  # where the states are
-    host: str
-    port: int
-    model_path: str
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    dtype: str  # safetensors name
-    tp_size: int
-    dp_size: int
     rank: int | None  # data-parallel rank; None where the engine does not say
     is_writer: bool  # attention-tensor-parallel rank 0
     shares_forward: bool  # data-parallel groups run one forward together (DP attention)
-    chunked_prefill_size: int  # tokens, -1 when off
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerFacts:
+    """The facts about a loaded model runner."""
+
+    model: ModelInfo
+    engine: EngineInfo
+    placement: Placement
+    device: torch.device  # where the states are
     max_forward_rows: int  # tokens one prefill forward may hold
-    radix_cache: bool
-    quantization: str | None
-    kv_cache_dtype: str | None
-    weight_version: str | None
-    settings: Mapping[str, str]  # those that may change the states: `numeric_settings`
+    host: str  # the address and port that the server was configured to listen on
+    port: int
+    weight_version: str | None  # the engine's label for the weights
 
 
-def read_facts(runner: Any) -> Facts:
-    """Facts of a `ModelRunner` whose model is loaded. Raises EngineError."""
-    settings = Settings(_get(runner, "server_args"))
+def read_facts(runner: Any, *, architecture: str) -> RunnerFacts:
+    """Read the facts of a `ModelRunner` whose model is loaded. Raises EngineError.
+
+    architecture: class name of the causal LM.
+    """
+    settings = EngineSettings(_get(runner, "server_args"))
+    groups, replicas = _data_parallel_sizes(settings)
+    chunk = int(settings.get("chunked_prefill_size") or -1)
+    whole = int(settings.get("max_prefill_tokens") or 16384)
+    return RunnerFacts(
+        model=_model_info(runner, settings, architecture=architecture),
+        engine=EngineInfo(
+            version=version(),
+            tp_size=int(settings.need("tp_size")),
+            dp_size=groups * replicas,
+            chunked_prefill_size=chunk if chunk > 0 else -1,
+            radix_cache=not settings.need("disable_radix_cache"),
+            kv_cache_dtype=_text_or_none(settings.get("kv_cache_dtype")),
+            settings=numeric_settings(runner),
+        ),
+        placement=Placement(
+            rank=_data_parallel_rank(runner, groups=groups, replicas=replicas),
+            is_writer=_attention_tp_rank() == 0,
+            shares_forward=groups > 1,
+        ),
+        device=next(_get(runner, "model").parameters()).device,
+        max_forward_rows=chunk if chunk > 0 else whole,
+        host=str(settings.need("host")),
+        port=int(settings.need("port")),
+        weight_version=_text_or_none(settings.get("weight_version")),
+    )
+
+
+def _model_info(runner: Any, settings: EngineSettings, *, architecture: str) -> ModelInfo:
     config = _get(runner, "model_config")
     text_config = _get(config, "hf_text_config", "hf_config")
     dtype = _get(config, "dtype")
     if dtype not in _STATE_DTYPES:
         raise EngineError(f"the model runs in {dtype}, not in bfloat16, float16 or float32")
-    groups, replicas = _data_parallel_sizes(settings)
-    chunk = int(settings.get("chunked_prefill_size") or -1)
-    whole = int(settings.get("max_prefill_tokens") or 16384)
-    return Facts(
-        engine_version=version(),
-        device=next(_get(runner, "model").parameters()).device,
-        host=str(settings.need("host")),
-        port=int(settings.need("port")),
-        model_path=str(settings.need("model_path")),
+    return ModelInfo(
+        path=str(settings.need("model_path")),
+        architecture=architecture,
+        config_digest=config_digest(runner),
         vocab_size=int(_get(config, "vocab_size")),
         num_layers=int(_get(text_config, "num_hidden_layers")),
         hidden_size=int(_get(text_config, "hidden_size")),
         dtype=_STATE_DTYPES[dtype],
-        tp_size=int(settings.need("tp_size")),
-        dp_size=groups * replicas,
-        rank=_data_parallel_rank(runner, groups=groups, replicas=replicas),
-        is_writer=_attention_tp_rank() == 0,
-        shares_forward=groups > 1,
-        chunked_prefill_size=chunk if chunk > 0 else -1,
-        max_forward_rows=chunk if chunk > 0 else whole,
-        radix_cache=not settings.need("disable_radix_cache"),
-        # The model's own config decides when no argument does; only the former is always told here.
+        # The model's own config decides when no argument does.
         quantization=_text_or_none(
             getattr(config, "quantization", None) or settings.get("quantization")
         ),
-        kv_cache_dtype=_text_or_none(settings.get("kv_cache_dtype")),
-        weight_version=_text_or_none(settings.get("weight_version")),
-        settings=numeric_settings(runner),
     )
 
 
@@ -122,9 +134,9 @@ _MAX_SETTING_CHARS: Final = 300
 def numeric_settings(runner: Any) -> dict[str, str]:
     """The settings that may change the states of a prompt, as the engine resolved them.
 
-    Name -> value. Settings that are off, unset or unknown to the release are left out.
+    Name -> value. EngineSettings that are off, unset or unknown to the release are left out.
     """
-    settings = Settings(_get(runner, "server_args"))
+    settings = EngineSettings(_get(runner, "server_args"))
     config = _get(runner, "model_config")
     device = next(_get(runner, "model").parameters()).device
     on_gpu = device.type == "cuda"
@@ -198,13 +210,13 @@ def _plain(value: Any) -> Any:
 
 
 def is_draft(runner: Any) -> bool:
-    """Is this the runner of a speculative drafter?"""
+    """Whether this is the runner of a speculative drafter."""
     return bool(_get(runner, "is_draft_worker"))
 
 
 def tensor_parallel_ranks(runner: Any) -> Ranks:
     """The ranks that share the model of `runner`. Raises EngineError."""
-    if int(Settings(_get(runner, "server_args")).need("tp_size")) == 1:
+    if int(EngineSettings(_get(runner, "server_args")).need("tp_size")) == 1:
         return Ranks(rank=0, ranks=[0], store=None)
     module = importlib.import_module("sglang.srt.distributed.parallel_state")
     group = _get(module, "get_tp_group")()
@@ -220,7 +232,7 @@ def loads_weights_later(runner: Any) -> bool:
 
 def refusals(runner: Any) -> list[str]:
     """Settings of the server under which rows would be missing or wrong, each with the way out."""
-    settings = Settings(_get(runner, "server_args"))
+    settings = EngineSettings(_get(runner, "server_args"))
     setting = settings.get
     reasons = []
     if int(setting("pp_size", 1) or 1) > 1:
@@ -264,7 +276,7 @@ def refusals(runner: Any) -> list[str]:
 
 def proof_refusals(runner: Any) -> list[str]:
     """Settings under which `capture_audit` cannot watch a forward, each with the way out."""
-    settings = Settings(_get(runner, "server_args"))
+    settings = EngineSettings(_get(runner, "server_args"))
     reasons = []
     if settings.get("skip_server_warmup"):
         reasons.append("there is no warm-up to prove it on: drop --skip-server-warmup")
@@ -283,7 +295,7 @@ def reduction_refusal(runner: Any, layer: Any) -> str | None:
     the layer take it from there; those that capture between two layers take it too early. Newer
     engines know what a layer owes.
     """
-    settings = Settings(_get(runner, "server_args"))
+    settings = EngineSettings(_get(runner, "server_args"))
     is_fused = (
         settings.get("flashinfer_allreduce_fusion_backend")
         or settings.get("enable_flashinfer_allreduce_fusion")
@@ -304,7 +316,7 @@ def reduction_refusal(runner: Any, layer: Any) -> str | None:
     )
 
 
-def _prefill_graphs(settings: Settings, device: torch.device) -> str | None:
+def _prefill_graphs(settings: EngineSettings, device: torch.device) -> str | None:
     """Why prefill forwards would be replayed without Python, or None when they would not."""
     if device.type != "cuda":
         return None
@@ -326,7 +338,7 @@ def _prefill_graphs(settings: Settings, device: torch.device) -> str | None:
 
 
 def captures_boundary_zero() -> bool:
-    """Can capture points stand before the first layer?
+    """Whether a capture point can be before the first layer.
 
     Older engines add `hidden_states + residual` there, and the residual is still None: the first
     request would end the server.
@@ -421,7 +433,7 @@ def register_weight_hooks(
                 register_after(place, request_label)
 
 
-def _present(target: sglang_compat.Target) -> list[str]:
+def _present(target: sglang_compat.Symbol) -> list[str]:
     """The places of `target` that exist in this release, as the hook registry names them."""
     found = []
     for place in target.places:
@@ -435,7 +447,7 @@ def _present(target: sglang_compat.Target) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class PrefillBatch:
     """The host-side description of one prefill forward; see `spans.plan_spans`."""
 
     rids: Sequence[str]
@@ -447,7 +459,7 @@ class Batch:
 
 
 def is_prefill(forward_batch: Any) -> bool:
-    """Does this forward extend prompts? False for decode, idle, and batches only dressed as one."""
+    """Whether this forward extends prompts. False for decode, idle, and relabelled batches."""
     mode = getattr(forward_batch, "forward_mode", None)
     if mode is None or mode.name not in ("EXTEND", "MIXED"):
         return False
@@ -460,17 +472,17 @@ def request_ids(forward_batch: Any) -> Sequence[str]:
 
 
 def any_rank_prefills(forward_batch: Any) -> bool:
-    """Does any data-parallel rank extend in this forward? The same answer on all of them."""
+    """Whether any data-parallel rank extends in this forward; the same on all of them."""
     return bool(getattr(forward_batch, "is_extend_in_batch", True))
 
 
-def read_batch(forward_batch: Any) -> Batch:
+def read_batch(forward_batch: Any) -> PrefillBatch:
     """Raises EngineError."""
     # Before padding, counted by the engine; 0 or absent means it did not count.
     live_rows = getattr(forward_batch, "global_num_token_non_padded_cpu", None) or getattr(
         forward_batch, "num_token_non_padded_cpu", None
     )
-    return Batch(
+    return PrefillBatch(
         rids=request_ids(forward_batch),
         extend_lens=_int_list(forward_batch, "extend_seq_lens_cpu"),
         prefix_lens=_int_list(forward_batch, "extend_prefix_lens_cpu"),
@@ -481,10 +493,10 @@ def read_batch(forward_batch: Any) -> Batch:
 
 
 class RequestIds(list[str]):
-    """A batch's list of rids that knows how long the prompts are.
+    """The rids of a batch, with the lengths of the prompts.
 
     The engine copies a batch field by field on its way to the model, and an attribute of ours would
-    not come along; what hangs on a field's value does.
+    not be copied; an attribute of a field's value is.
     """
 
     prompt_lens: list[int]  # tokens of each request's prompt
@@ -505,10 +517,10 @@ def note_prompt_lengths(forward_batch: Any, _cls: Any, batch: Any, *_: Any, **__
             forward_batch.rids = rids
 
 
-class Settings:
+class EngineSettings:
     """The server's settings, as the engine resolved them.
 
-    Since 0.5.20 `ServerArgs` holds what the user typed, defaults unfilled, and what became of it is
+    Since 0.5.20 `ServerArgs` holds the user's input, without defaults, and the resolved values are
     in the process's context; before, the record itself was written to. A record that is not the
     published one (0.5.18 and older, or a process without context) is read as it is.
     """
@@ -547,11 +559,11 @@ def _attention_tp_rank() -> int:
     return int(importlib.import_module("sglang.srt.layers.dp_attention").get_attention_tp_rank())
 
 
-def _data_parallel_sizes(settings: Settings) -> tuple[int, int]:
+def _data_parallel_sizes(settings: EngineSettings) -> tuple[int, int]:
     """Attention groups within one forward, and replicas with forwards of their own."""
     dp_size = int(settings.need("dp_size"))
     groups = settings.get("attn_dp_size")
-    if groups is not None:  # 0.5.22 and newer tell the two apart
+    if groups is not None:  # 0.5.22 and newer distinguish the two
         return int(groups), dp_size
     return (dp_size, 1) if settings.need("enable_dp_attention") else (1, dp_size)
 

@@ -1,4 +1,4 @@
-"""Everything of SGLang that the plugin relies on: one table, release by release.
+"""The table of all names of SGLang that the plugin relies on, by release.
 
 `sglang_api.py` looks these names up while the server runs; the tests look for every one of them in
 the wheels of all supported releases, without importing or starting anything. Both sides are held
@@ -25,8 +25,8 @@ RELEASES: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """One thing that must be there."""
+class Symbol:
+    """One name that must exist in SGLang."""
 
     places: tuple[str, ...]
     why: str
@@ -62,7 +62,7 @@ _UPDATE_REQUESTS = (
 #: adapter is not among them: an adapter acts on requests that name it, and ours do not.
 WEIGHT_UPDATES: Final = (
     *(
-        Target(
+        Symbol(
             places=tuple(f"{owner}.update_weights_from_{source}" for owner in (_RUNNER, _UPDATER)),
             why="hooked: new weights",
             until=until,
@@ -72,34 +72,34 @@ WEIGHT_UPDATES: Final = (
         )
     ),
     *(
-        Target(places=(f"{_UPDATER}.{name}",), why="hooked: new weights", since="0.5.21")
+        Symbol(places=(f"{_UPDATER}.{name}",), why="hooked: new weights", since="0.5.21")
         for name in (
             "load_weights_from_distributed", "begin_weight_update", "end_weight_update",
         )
     ),
 )  # fmt: skip
 #: Overwrites the weights if its action is RESET_ACTION.
-CHECK_WEIGHTS: Final = Target(
+CHECK_WEIGHTS: Final = Symbol(
     places=(f"{_RUNNER}.check_weights",),
     parameters=("action",),
     why="hooked: one action overwrites the weights",
 )
 RESET_ACTION: Final = "reset_tensors"
 #: Releases the memory of the weights if its tags are empty or include WEIGHTS_TAG.
-RELEASE_MEMORY: Final = Target(
+RELEASE_MEMORY: Final = Symbol(
     places=tuple(f"{owner}.release_memory_occupation" for owner in _UPDATE_REQUESTS),
     parameters=("recv_req",),
     why="hooked: the weights are lost",
 )
 WEIGHTS_TAG: Final = "weights"
 #: Loads the weights of a server that starts with `--startup-weight-load-mode overlap`.
-LATE_WEIGHTS: Final = Target(
+LATE_WEIGHTS: Final = Symbol(
     places=(f"{_RUNNER}.finalize_startup_weight_load",),
     since="0.5.18",
     why="hooked: the weights are there only now",
 )
 #: Called when the engine's label for the weights changes.
-NEW_LABEL: Final = Target(
+NEW_LABEL: Final = Symbol(
     places=("sglang.srt.managers.scheduler:Scheduler.record_weight_version_change",),
     parameters=("new_version",),
     since="0.5.19",
@@ -107,7 +107,7 @@ NEW_LABEL: Final = Target(
 )
 #: In older releases the scheduler learns the label only from weight update requests.
 LABELLING_REQUESTS: Final = tuple(
-    Target(
+    Symbol(
         places=tuple(f"{owner}.update_weights_from_{source}" for owner in _UPDATE_REQUESTS),
         parameters=("recv_req",),
         until="0.5.19",
@@ -121,13 +121,13 @@ HOOKED: Final = (
 
 _IO = "sglang.srt.managers.io_struct"
 _REQUESTS = (
-    Target(places=(f"{_IO}:ReleaseMemoryOccupationReqInput.tags",), why="whose memory"),
-    Target(
+    Symbol(places=(f"{_IO}:ReleaseMemoryOccupationReqInput.tags",), why="whose memory"),
+    Symbol(
         places=(f"{_IO}:UpdateWeightFromDiskReqInput.weight_version",),
         until="0.5.19",
         why="the weights' label",
     ),
-    Target(
+    Symbol(
         places=(f"{_IO}:UpdateWeightFromDiskReqOutput.success",),
         until="0.5.19",
         why="whether the weights have that label",
@@ -135,50 +135,53 @@ _REQUESTS = (
 )
 
 _LOADING = (
-    Target(
+    Symbol(
         places=("sglang.srt.plugins:GENERAL_PLUGINS_GROUP",),
         value="sglang.srt.plugins",
         why="the entry-point group that our package names",
     ),
-    Target(
+    Symbol(
         places=("sglang.srt.managers.scheduler:run_scheduler_process",),
         calls="load_plugins",
         why="each scheduler process loads us before it makes its model runner",
     ),
-    Target(
+    Symbol(
         places=("sglang.srt.plugins.hook_registry:HookRegistry.register",),
         parameters=("target", "hook", "hook_type"),
         why="how our hooks get there",
     ),
     *(
-        Target(places=(f"sglang.srt.plugins.hook_registry:HookType.{kind}",), why="their kind")
+        Symbol(places=(f"sglang.srt.plugins.hook_registry:HookType.{kind}",), why="their kind")
         for kind in ("BEFORE", "AFTER")
     ),
-    Target(places=(f"{_RUNNER}.load_model",), why="hooked: arms the loaded model"),
-    Target(
+    Symbol(places=(f"{_RUNNER}.load_model",), why="hooked: arms the loaded model"),
+    Symbol(
         places=(f"{_BATCH}.init_new",),
         parameters=("batch", "model_runner"),
         why="hooked: keeps the prompts' lengths",
     ),
-    Target(places=("sglang.version:__version__", "sglang._version:__version__"), why="told"),
+    Symbol(
+        places=("sglang.version:__version__", "sglang._version:__version__"),
+        why="stated in READY.json",
+    ),
 )
 
 _RUNNER_AND_MODEL = (
-    Target(places=(f"{_RUNNER}.server_args",), why="the settings"),
-    Target(places=(f"{_RUNNER}.model_config",), why="shapes and dtype"),
-    Target(places=(f"{_RUNNER}.model",), why="what is armed"),
-    Target(places=(f"{_RUNNER}.is_draft_worker",), why="drafters are left alone"),
-    Target(places=(f"{_MODEL_CONFIG}.hf_text_config",), why="layers and hidden size"),
-    Target(places=(f"{_MODEL_CONFIG}.hf_config",), why="the digest of a model without a folder"),
-    Target(places=(f"{_MODEL_CONFIG}.dtype",), why="the dtype of the states"),
-    Target(places=(f"{_MODEL_CONFIG}.vocab_size",), why="told"),
-    Target(places=(f"{_MODEL_CONFIG}.quantization",), why="told"),
+    Symbol(places=(f"{_RUNNER}.server_args",), why="the settings"),
+    Symbol(places=(f"{_RUNNER}.model_config",), why="shapes and dtype"),
+    Symbol(places=(f"{_RUNNER}.model",), why="the model to arm"),
+    Symbol(places=(f"{_RUNNER}.is_draft_worker",), why="drafters are left alone"),
+    Symbol(places=(f"{_MODEL_CONFIG}.hf_text_config",), why="layers and hidden size"),
+    Symbol(places=(f"{_MODEL_CONFIG}.hf_config",), why="the digest of a model without a folder"),
+    Symbol(places=(f"{_MODEL_CONFIG}.dtype",), why="the dtype of the states"),
+    Symbol(places=(f"{_MODEL_CONFIG}.vocab_size",), why="stated in READY.json"),
+    Symbol(places=(f"{_MODEL_CONFIG}.quantization",), why="stated in READY.json"),
     *(
-        Target(places=(f"sglang.srt.lora.lora_registry:LoRARef.{name}",), why="which adapters")
+        Symbol(places=(f"sglang.srt.lora.lora_registry:LoRARef.{name}",), why="which adapters")
         for name in ("lora_name", "lora_path")
     ),
-    Target(places=(f"{_MODEL_CONFIG}.context_len",), why="may change rotary embeddings"),
-    Target(
+    Symbol(places=(f"{_MODEL_CONFIG}.context_len",), why="may change rotary embeddings"),
+    Symbol(
         places=(
             f"{_PARALLEL}.attn_tp_rank",
             f"{_PARALLEL_FIELDS}.attn_tp_rank",
@@ -186,7 +189,7 @@ _RUNNER_AND_MODEL = (
         ),
         why="which rank writes",
     ),
-    Target(
+    Symbol(
         places=(
             f"{_PARALLEL}.attn_dp_rank",
             f"{_PARALLEL_FIELDS}.attn_dp_rank",
@@ -194,25 +197,25 @@ _RUNNER_AND_MODEL = (
         ),
         why="which attention group a rank is of",
     ),
-    Target(places=(f"{_CONTEXT}:get_parallel",), since="0.5.14", why="the ranks of this process"),
-    Target(
+    Symbol(places=(f"{_CONTEXT}:get_parallel",), since="0.5.14", why="the ranks of this process"),
+    Symbol(
         places=(f"{_RUNNER}.dp_rank", f"{_RUNNER}.ps", f"{_PARALLEL_FIELDS}.dp_rank"),
-        since="0.5.12",  # before, nobody kept it: the first free number is taken
+        since="0.5.12",  # before, it is not stored: the first free number is taken
         why="which replica a process is of",
     ),
     *(
-        Target(
+        Symbol(
             places=(f"sglang.srt.distributed.parallel_state:{name}",),
             why="which ranks share a model",
         )
         for name in ("get_tp_group", "GroupCoordinator.rank", "GroupCoordinator.ranks")
     ),
-    Target(
+    Symbol(
         places=(f"{_RUNNER}.startup_weight_load",),
         since="0.5.18",
         why="weights that come after load_model",
     ),
-    Target(
+    Symbol(
         places=("sglang.srt.layers.layer_boundary",),
         since="0.5.21",
         why="engines with it can capture before the first layer",
@@ -221,10 +224,10 @@ _RUNNER_AND_MODEL = (
 
 _FORWARD = (
     *(
-        Target(places=(f"{_BATCH}.{name}",), why=why)
+        Symbol(places=(f"{_BATCH}.{name}",), why=why)
         for name, why in (
-            ("forward_mode", "tells prefill from decode"),
-            ("_original_forward_mode", "tells batches that are only dressed as prefill"),
+            ("forward_mode", "distinguishes prefill from decode"),
+            ("_original_forward_mode", "distinguishes batches that are relabelled as prefill"),
             ("rids", "whose rows they are"),
             ("input_ids", "the token of each row"),
             ("extend_seq_lens_cpu", "rows of each request"),
@@ -232,44 +235,44 @@ _FORWARD = (
             ("is_extend_in_batch", "does any data-parallel rank prefill"),
         )
     ),
-    Target(
+    Symbol(
         places=(
             f"{_BATCH}.num_token_non_padded_cpu",
             f"{_BATCH}.global_num_token_non_padded_cpu",
         ),
         why="rows before padding",
     ),
-    *(Target(places=(f"{_MODE}.{name}",), why="a prefill") for name in ("EXTEND", "MIXED")),
-    *(Target(places=(f"{_MODE}.{name}",), why="not a prefill") for name in ("DECODE", "IDLE")),
-    Target(
+    *(Symbol(places=(f"{_MODE}.{name}",), why="a prefill") for name in ("EXTEND", "MIXED")),
+    *(Symbol(places=(f"{_MODE}.{name}",), why="not a prefill") for name in ("DECODE", "IDLE")),
+    Symbol(
         places=(f"{_SCHEDULE}:ScheduleBatch.reqs", f"{_SCHEDULE}:ModelWorkerBatch.reqs"),
         why="the requests of a batch",
     ),
-    Target(places=(f"{_SCHEDULE}:Req.origin_input_ids",), why="the length of a prompt"),
+    Symbol(places=(f"{_SCHEDULE}:Req.origin_input_ids",), why="the length of a prompt"),
 )
 
 
-def _setting(name: str, why: str, *, since: str = RELEASES[0], until: str | None = None) -> Target:
-    return Target(places=(f"{_ARGS}.{name}",), why=why, since=since, until=until)
+def _setting(name: str, why: str, *, since: str = RELEASES[0], until: str | None = None) -> Symbol:
+    return Symbol(places=(f"{_ARGS}.{name}",), why=why, since=since, until=until)
 
 
 _SETTINGS = (
-    # The record became what the user typed; what the engine made of it is asked for by name.
-    Target(
+    # The record became the user's input; the resolved value is looked up by name.
+    Symbol(
         places=(f"{_CONTEXT}:RuntimeContext.config_leaf",),
         parameters=("name",),
         since="0.5.18",
         why="a setting as the engine resolved it",
     ),
-    Target(places=(f"{_CONTEXT}:get_context",), since="0.5.18", why="the owner of the settings"),
+    Symbol(places=(f"{_CONTEXT}:get_context",), since="0.5.18", why="the owner of the settings"),
     *(
-        _setting(name, "told, or a size of ours")
+        _setting(name, "stated in READY.json, or a size of ours")
         for name in (
             "host", "port", "model_path", "tp_size", "dp_size", "chunked_prefill_size",
             "max_prefill_tokens", "disable_radix_cache", "quantization", "kv_cache_dtype",
         )
     ),
-    _setting("weight_version", "told"),
+    _setting("weight_version", "stated in READY.json"),
     _setting("enable_dp_attention", "ranks share a forward"),
     _setting("attn_dp_size", "attention groups, apart from replicas", since="0.5.22"),
     *(
@@ -287,12 +290,12 @@ _SETTINGS = (
     _setting("aux_hidden_state_capture", "refused", since="0.5.23"),
     _setting("disable_piecewise_cuda_graph", "prefill graphs are refused", until="0.5.14"),
     _setting("cuda_graph_config", "prefill graphs are refused", since="0.5.14"),
-    Target(
+    Symbol(
         places=("sglang.srt.model_executor.cuda_graph_config:CudaGraphConfig.prefill",),
         since="0.5.14",
         why="prefill graphs are refused",
     ),
-    Target(
+    Symbol(
         places=("sglang.srt.model_executor.cuda_graph_config:PhaseConfig.backend",),
         since="0.5.14",
         why="prefill graphs are refused",
@@ -300,7 +303,7 @@ _SETTINGS = (
     _setting("enable_flashinfer_allreduce_fusion", "sums left to the next layer"),
     _setting("flashinfer_allreduce_fusion_backend", "the same", since="0.5.14"),
     _setting("enable_aiter_allreduce_fusion", "the same"),
-    Target(
+    Symbol(
         places=(
             "sglang.srt.layers.communicator:"
             "LayerCommunicator.should_fuse_mlp_allreduce_with_next_layer",
@@ -308,7 +311,7 @@ _SETTINGS = (
         until="0.5.21",
         why="layers that may leave their sum to the next one",
     ),
-    Target(
+    Symbol(
         places=("sglang.srt.models.gpt_oss:GptOssDecoderLayer.layer_communicator",),
         until="0.5.21",
         why="the owner of that",
@@ -450,7 +453,7 @@ NUMERIC_SETTINGS: Final = (
     _setting("enable_aiter_allreduce_fusion", "the order of sums"),
 )  # fmt: skip
 
-TARGETS: Final[tuple[Target, ...]] = (
+TARGETS: Final[tuple[Symbol, ...]] = (
     *_LOADING, *_RUNNER_AND_MODEL, *HOOKED, *_REQUESTS, *_FORWARD, *_SETTINGS,
     *NUMERIC_SETTINGS,
 )  # fmt: skip

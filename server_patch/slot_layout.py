@@ -1,4 +1,4 @@
-"""How the rows of one forward lie in a staging slot. Pure; no tensors.
+"""The layout of the rows of one forward in a staging slot. Pure; no tensors.
 
 ```
 | aux: rows x k*H | pad | last: rows x H | pad | last_pre: rows x H | pad | input_ids: rows |
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Final, NamedTuple
 
-from server_patch.dump_format import ITEM_BYTES, LAST_TENSORS, TENSOR_ORDER, LastKind
+from server_patch.dump_format import ITEM_BYTES, StateLayout
 
 #: Bytes; enough for a typed view of any element and for wide device copies.
 SLOT_ALIGNMENT: Final = 256
@@ -31,28 +32,20 @@ class Section(NamedTuple):
     row_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """What every row of this server's dumps holds."""
+@dataclass(frozen=True)
+class SlotLayout:
+    """The places of tensors in a slot, for any number of rows."""
 
-    num_boundaries: int
-    hidden_size: int
-    dtype: str  # safetensors name of the states' dtype
-    last_kind: LastKind
+    states: StateLayout
 
     @cached_property
     def _columns(self) -> list[tuple[str, str, int, int]]:
         """(name, dtype, elements per row, bytes per row), in file order."""
-        widths = {"aux": (self.dtype, self.num_boundaries * self.hidden_size)}
-        for name in LAST_TENSORS[self.last_kind]:
-            widths[name] = (self.dtype, self.hidden_size)
-        widths["input_ids"] = ("I32", 1)
-        return [
-            (name, dtype, width, width * ITEM_BYTES[dtype])
-            for name in TENSOR_ORDER
-            if name in widths
-            for dtype, width in [widths[name]]
-        ]
+        columns = []
+        for name, (dtype, (_, *widths)) in self.states.tensor_shapes(1).items():
+            width = prod(widths)
+            columns.append((name, dtype, width, width * ITEM_BYTES[dtype]))
+        return columns
 
     def sections(self, rows: int) -> list[Section]:
         """Places of the tensors of `rows` rows, in file order."""
@@ -76,6 +69,6 @@ class Layout:
         return sum(row_bytes for *_, row_bytes in self._columns)
 
     def rows_in(self, size_bytes: int) -> int:
-        """Most rows that fit in `size_bytes`, 0 when not even one does."""
+        """Maximum number of rows that fit in `size_bytes`; 0 if not even one does."""
         padding = (len(self._columns) - 1) * SLOT_ALIGNMENT
         return max(0, (size_bytes - padding) // self.bytes_per_row)

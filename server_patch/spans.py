@@ -1,4 +1,4 @@
-"""Which rows of a forward belong to which of our requests. Pure; no tensors."""
+"""Assigns the rows of a forward to our requests. Pure; no tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class SpanError(ValueError):
-    """The batch contradicts itself, so no row can be given to a request with certainty."""
+    """The batch contradicts itself, so its rows cannot be assigned to requests."""
 
 
 class Span(NamedTuple):
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 def is_ours(rid: object, rid_prefix: str) -> bool:
-    """Is this the rid of a request to be dumped? The engine's dummy requests may have any rid."""
+    """Whether this is the rid of a request to dump. The engine's dummies may have any rid."""
     return isinstance(rid, str) and rid.startswith(rid_prefix)
 
 

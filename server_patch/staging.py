@@ -1,4 +1,4 @@
-"""From the tensors of a forward to a staging slot, without stopping the forward thread.
+"""Copies the tensors of a forward to a staging slot, without stopping the forward thread.
 
 Both stagers first gather the wanted rows in the slot's layout. On a CPU that is the copy. On a GPU
 the gathering runs on the compute stream into memory of our own, in order with the model's kernels,
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from server_patch.ring import Slot
-from server_patch.slot_layout import Layout
+from server_patch.slot_layout import SlotLayout
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -25,47 +25,49 @@ TORCH_DTYPES = {
 
 
 class StagingError(RuntimeError):
-    """The engine's tensors do not have the shape or the dtype that was armed."""
+    """The engine's tensors do not have the expected shape or dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """What one forward produced. All tensors have the same number of rows T, padding included."""
+    """The states of one forward. All tensors have the same number of rows T, padding included."""
 
     aux: Any  # [T, k*H], or a list of k tensors [T, H], in ascending boundary order
     last: torch.Tensor  # [T, H], after the final norm
     last_pre: torch.Tensor | None  # [T, H], before it; None unless asked for
     input_ids: torch.Tensor  # [T]
 
-    def check(self, layout: Layout) -> None:
-        """Raises StagingError unless every tensor has the shape and the dtype that `layout`
-        promises: a copy into another dtype would round in silence."""
-        rows, hidden = self.last.shape[0], layout.hidden_size
+    def check(self, layout: SlotLayout) -> None:
+        """Raises StagingError unless every tensor has the shape and the dtype of `layout`: a copy
+        into another dtype would round silently."""
+        expected = layout.states
+        num_boundaries = len(expected.boundaries)
+        rows, hidden = self.last.shape[0], expected.hidden_size
         wanted = {"last": (self.last, hidden)}
         if isinstance(self.aux, torch.Tensor):
-            wanted["aux"] = (self.aux, layout.num_boundaries * hidden)
+            wanted["aux"] = (self.aux, num_boundaries * hidden)
         else:
-            if len(self.aux) != layout.num_boundaries:
+            if len(self.aux) != num_boundaries:
                 raise StagingError(
-                    f"{layout.num_boundaries} boundaries are armed, {len(self.aux)} were captured"
+                    f"{num_boundaries} boundaries are armed, {len(self.aux)} were captured"
                 )
             wanted.update({f"aux[{i}]": (part, hidden) for i, part in enumerate(self.aux)})
-        if layout.last_kind in ("pre", "both"):
+        if expected.last_kind in ("pre", "both"):
             if self.last_pre is None:
                 raise StagingError("the final norm did not show its input")
             wanted["last_pre"] = (self.last_pre, hidden)
         for name, (tensor, width) in wanted.items():
             if tuple(tensor.shape) != (rows, width):
                 raise StagingError(f"{name} is {list(tensor.shape)}, must be {[rows, width]}")
-            if tensor.dtype != TORCH_DTYPES[layout.dtype]:
+            if tensor.dtype != TORCH_DTYPES[expected.dtype]:
                 raise StagingError(
-                    f"{name} is {tensor.dtype}, the model's states are {layout.dtype}"
+                    f"{name} is {tensor.dtype}, the model's states are {expected.dtype}"
                 )
         if self.input_ids.dim() != 1 or self.input_ids.shape[0] < rows:
             raise StagingError(f"input_ids is {list(self.input_ids.shape)}, must be [>= {rows}]")
 
 
-def gather(states: States, layout: Layout, flat: torch.Tensor, *, begin: int, end: int) -> None:
+def gather(states: States, layout: SlotLayout, flat: torch.Tensor, *, begin: int, end: int) -> None:
     """Copy rows begin..end of every tensor to `flat` (uint8, same device), as `layout` says."""
     rows = end - begin
     for section in layout.sections(rows):
@@ -80,11 +82,13 @@ def gather(states: States, layout: Layout, flat: torch.Tensor, *, begin: int, en
 
 
 class Stager(Protocol):
-    """Fills slots."""
+    """Fills slots with the rows of a forward."""
 
     pinned: bool
 
-    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+    def stage(
+        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+    ) -> None:
         """Begin to fill `slot` with rows begin..end. Never waits for the device."""
 
     def wait(self, slot: Slot) -> None:
@@ -95,11 +99,13 @@ class Stager(Protocol):
 
 
 class CpuStager:
-    """The states are in host memory: a plain copy, done when `stage` returns."""
+    """Copies states that are in host memory; the copy is complete when `stage` returns."""
 
     pinned = False
 
-    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+    def stage(
+        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+    ) -> None:
         gather(states, layout, slot.tensor, begin=begin, end=end)
 
     def wait(self, slot: Slot) -> None:
@@ -110,7 +116,7 @@ class CpuStager:
 
 
 class CudaStager:
-    """The states are on a GPU: gathered on the compute stream, copied on a stream of our own.
+    """Gathers states on a GPU's compute stream, and copies them on a stream of its own.
 
     The copy is driven by the thread that waits for it, not by the forward thread.
     """
@@ -121,7 +127,9 @@ class CudaStager:
         self._device = device
         self._copy_stream = torch.cuda.Stream(device=device)
 
-    def stage(self, states: States, layout: Layout, slot: Slot, *, begin: int, end: int) -> None:
+    def stage(
+        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+    ) -> None:
         packed = torch.empty(layout.size_bytes(end - begin), dtype=torch.uint8, device=self._device)
         gather(states, layout, packed, begin=begin, end=end)
         gathered = torch.cuda.Event()

@@ -1,62 +1,98 @@
-"""Counters of one writer process, and the file that shows them: `<rank dir>/STATS.json`."""
+"""Counters of one writing rank, and the file that shows them: `<rank dir>/STATS.json`."""
 
 from __future__ import annotations
 
 import json
+import operator
 import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from server_patch.dump_dir import RankDir
+from server_patch.durable_files import replace
+from server_patch.writer_protocol import Report
+
 STATS_NAME: Final = "STATS.json"
+_INTERVAL_S: Final = 1.0
 
 
 @dataclass(kw_only=True)
-class Counters:
-    """All totals since the plugin was armed."""
+class ForwardCounters:
+    """Totals over all forwards since the plugin was armed."""
 
     forwards: int = 0  # forwards that held at least one of our requests
-    pieces: int = 0  # dumps written whole
-    dump_bytes: int = 0  # their size on disk
-    rows: int = 0  # tokens in them
     foreign_requests: int = 0  # prefill rows of other people's requests, counted per forward
-    errors: int = 0  # error records asked for
-    errors_lost: int = 0  # error records that could not be written either
     tap_seconds: float = 0.0  # forward thread's time in the tap, waiting included
     ring_wait_seconds: float = 0.0  # of that: waiting for a free slot
     ring_peak_bytes: int = 0  # most staging memory in use at a time
-    write_seconds: float = 0.0  # writer processes' time in file calls, summed over them
 
 
 class Stats:
-    """`Counters` that several threads add to."""
+    """Counters that several threads add to: `ForwardCounters` and the sum of all `Report`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters = Counters()
+        self._forwards = ForwardCounters()
+        self._reports = Report()
         self._version = 0
 
-    def add(self, **amounts: float) -> None:
-        """Add to the named counters at once."""
+    def add_forward(
+        self,
+        *,
+        foreign_requests: int,
+        tap_seconds: float,
+        ring_wait_seconds: float,
+        ring_bytes: int,
+    ) -> None:
+        """Count one forward. ring_bytes: the most staging memory that was in use so far."""
         with self._lock:
-            for name, amount in amounts.items():
-                setattr(self._counters, name, getattr(self._counters, name) + amount)
+            total = self._forwards
+            total.forwards += 1
+            total.foreign_requests += foreign_requests
+            total.tap_seconds += tap_seconds
+            total.ring_wait_seconds += ring_wait_seconds
+            total.ring_peak_bytes = max(total.ring_peak_bytes, ring_bytes)
             self._version += 1
 
-    def reach(self, **values: float) -> None:
-        """Raise the named counters to `values` where they are below."""
+    def add_report(self, report: Report) -> None:
+        """Add the report of a writer, or one of the scheduler in place of a writer."""
         with self._lock:
-            for name, value in values.items():
-                setattr(self._counters, name, max(getattr(self._counters, name), value))
+            self._reports = Report(*map(operator.add, self._reports, report))
             self._version += 1
 
     @property
     def version(self) -> int:
-        """Changes with every `add` and `reach`."""
+        """A number that changes with every addition."""
         return self._version
 
-    def snapshot(self) -> Counters:
+    def snapshot(self) -> dict[str, float]:
+        """Every counter by name, all of one moment."""
         with self._lock:
-            return Counters(**asdict(self._counters))
+            return {**asdict(self._forwards), **self._reports._asdict()}
 
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self.snapshot()), indent=1).encode()
+
+class StatsFile:
+    """STATS.json of a rank, rewritten at most once a second and only after a change."""
+
+    def __init__(
+        self, stats: Stats, rank_dir: RankDir, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stats = stats
+        self._rank_dir = rank_dir
+        self._clock = clock
+        self._shown_version = 0
+        self._shown_at = -_INTERVAL_S
+
+    def refresh(self) -> None:
+        """Rewrite the file if it is due. A file that cannot be written is skipped."""
+        now = self._clock()
+        version = self._stats.version
+        if version == self._shown_version or now - self._shown_at < _INTERVAL_S:
+            return
+        self._shown_version, self._shown_at = version, now
+        data = json.dumps(self._stats.snapshot(), indent=1).encode()
+        with suppress(OSError):  # a view for people; the dumps' own failures are recorded
+            replace(self._rank_dir.directory, STATS_NAME, data, mode=self._rank_dir.file_mode)

@@ -1,7 +1,7 @@
-"""From one forward's states to queued dumps. The only code of ours on the forward thread.
+"""Queues the dumps of one forward's states. This is the plugin's only work on the forward thread.
 
-Nothing raised here reaches the engine: what goes wrong becomes an error record for the requests
-that are concerned, and the server goes on serving.
+Nothing raised here reaches the engine: an error becomes an error record of each request that it
+concerns, and the server continues to serve.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from server_patch import request_log
 from server_patch.ring import Ring, Slot
-from server_patch.sglang_api import Batch
-from server_patch.slot_layout import Layout
+from server_patch.sglang_api import PrefillBatch
+from server_patch.slot_layout import SlotLayout
 from server_patch.spans import Span, is_ours, plan_spans, split_spans
 from server_patch.staging import Stager, States
 from server_patch.stats import Stats
 from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool
 from server_patch.writer_process import describe
-from server_patch.writer_protocol import Failure, Piece
+from server_patch.writer_protocol import FailedPiece, Report, SlotPiece
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +31,13 @@ _LOOK_S: Final = 0.05
 
 
 class Tap:
-    """Hands our requests' rows to the writers."""
+    """Passes the rows of our requests to the writers."""
 
     def __init__(
         self,
         *,
         rid_prefix: str,
-        layout: Layout,
+        layout: SlotLayout,
         ring: Ring,
         stager: Stager,
         writers: WriterPool,
@@ -51,14 +52,16 @@ class Tap:
         self._stats = stats
         self._weights = weights
         self._counter = itertools.count()
+        self._num_forwards = 0
         self._failed = False
 
-    def take(self, batch: Batch, states: States) -> None:
+    def take(self, batch: PrefillBatch, states: States) -> None:
         """Queue the dumps of one forward. Waits for a free slot if need be; never raises."""
         begun = time.perf_counter()
         # Requests and their first positions, not yet safely queued.
         missing: list[tuple[str, int]] = [(rid, 0) for rid in self._ours(batch.rids)]
         num_ours = len(missing)
+        self._num_forwards += 1
         try:
             spans = plan_spans(
                 rids=batch.rids,
@@ -70,6 +73,11 @@ class Tap:
                 prompt_lens=batch.prompt_lens,
             )
             missing = [(span.rid, span.start) for span in spans]
+            if request_log.debug_enabled():
+                for span in spans:
+                    request_log.captured(
+                        span.rid, forward=self._num_forwards, start=span.start, rows=span.rows
+                    )
             states.check(self._layout)
             groups = split_spans(spans, max_rows=self._ring.plan.slot_rows)
             waited = 0.0
@@ -77,16 +85,15 @@ class Tap:
                 missing = [(s.rid, s.start) for rest in groups[number:] for s in rest]
                 waited += self._queue_group(group, states)
             missing = []
-            self._stats.add(
-                forwards=1,
+            self._stats.add_forward(
                 foreign_requests=len(batch.rids) - num_ours,
                 ring_wait_seconds=waited,
                 tap_seconds=time.perf_counter() - begun,
+                ring_bytes=self._ring.peak_bytes,
             )
-            self._stats.reach(ring_peak_bytes=self._ring.peak_bytes)
         except Exception as error:
             reason = describe(error, doing="taking the states")
-            # Whatever is wrong may be wrong in every forward: one traceback is enough.
+            # The same error may occur in every forward: one traceback is enough.
             logger.error("hidden states: %s", reason, exc_info=not self._failed)
             self._failed = True
             self.record_failures(missing, reason)
@@ -99,10 +106,10 @@ class Tap:
         """Queue an error record for each (rid, start)."""
         if not pieces:
             return
-        self._stats.add(errors=len(pieces))
+        self._stats.add_report(Report(errors=len(pieces)))
         self._writers.submit_failures(
             [
-                Failure(rid=rid, start=start, reason=reason, counter=next(self._counter))
+                FailedPiece(rid=rid, start=start, reason=reason, counter=next(self._counter))
                 for rid, start in pieces
             ]
         )
@@ -118,7 +125,7 @@ class Tap:
             self._ring.release(slot)
             raise
         pieces = [
-            Piece(
+            SlotPiece(
                 rid=span.rid,
                 start=span.start,
                 begin=span.begin - begin,
@@ -127,7 +134,9 @@ class Tap:
             )
             for span in group
         ]
-        self._writers.submit(slot, slot_rows=end - begin, pieces=pieces, weights=self._weights.id)
+        self._writers.submit(
+            slot, slot_rows=end - begin, pieces=pieces, weights=self._weights.info.id
+        )
         return waited
 
     def _take_slot(self) -> tuple[Slot, float]:

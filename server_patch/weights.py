@@ -14,10 +14,11 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
+from server_patch.dump_format import WeightsInfo
 from server_patch.fingerprint import Fingerprint, combine, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -53,11 +54,11 @@ class Weights:
     """The id and label of one model's current weights."""
 
     def __init__(self, *, boot_id: str, found: Found | None, version: str | None = None) -> None:
-        self.version = version  # the engine's label
         self._boot_id = boot_id
         self._watcher: Callable[[], None] = lambda: None
         self._num_updates = 0
-        self.id: str | None = None
+        self._loaded: str | None = None  # the id before any update
+        self.info = WeightsInfo(version=version)
         self._take(found)
 
     def watch(self, watcher: Callable[[], None]) -> None:
@@ -76,20 +77,23 @@ class Weights:
         """
         self._num_updates += 1
         update = hashlib.sha256(f"{self._boot_id}/{self._num_updates}".encode()).hexdigest()[:8]
-        self.id = f"{self._loaded or 'unknown'}+{update}"
+        self.info = replace(self.info, id=f"{self._loaded or 'unknown'}+{update}")
         self._watcher()
 
     def labelled(self, version: str) -> None:
         """Set the engine's label for the weights."""
-        if version != self.version:
-            self.version = version
+        if version != self.info.version:
+            self.info = replace(self.info, version=version)
             self._watcher()
 
     def _take(self, found: Found | None) -> None:
         self._loaded = found.fingerprint.content if found else None
-        self.layout = found.fingerprint.layout if found else None
-        self.seconds = round(found.seconds, 4) if found else None
-        self.id = self._loaded
+        self.info = WeightsInfo(
+            id=self._loaded,
+            layout=found.fingerprint.layout if found else None,
+            seconds=round(found.seconds, 4) if found else None,
+            version=self.info.version,
+        )
 
 
 class Measured:

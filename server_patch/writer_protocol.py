@@ -1,8 +1,8 @@
-"""What the scheduler process and its writer processes say to each other. Standard library only.
+"""The messages between a scheduler process and its writer processes. Standard library only.
 
 One datagram is one message, as JSON. To a writer: a `Job`. Back, once for each job: a `Report`.
-What is made for every request of every forward is a tuple, which JSON takes as it is: the time it
-takes is the scheduler's.
+Records that are made for every request of every forward are tuples, which JSON encodes without a
+conversion: the scheduler pays for that time.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
-from server_patch.slot_layout import Layout
+from server_patch.dump_dir import RankDir
+from server_patch.dump_format import StateLayout
 
 #: Most pieces in one job: a job of such pieces is far smaller than a socket's buffer.
 MAX_PIECES: Final = 64
@@ -20,8 +22,8 @@ MAX_PIECES: Final = 64
 MAX_MESSAGE_BYTES: Final = 1 << 20
 
 
-class Piece(NamedTuple):
-    """One dump to be written: rows of a slot."""
+class SlotPiece(NamedTuple):
+    """One dump to write: rows of a slot."""
 
     rid: str
     start: int  # position in the prompt of the first row
@@ -30,8 +32,8 @@ class Piece(NamedTuple):
     counter: int
 
 
-class Failure(NamedTuple):
-    """One error record to be written."""
+class FailedPiece(NamedTuple):
+    """One error record to write."""
 
     rid: str
     start: int
@@ -40,12 +42,12 @@ class Failure(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Files to be written from one slot; `slot` is None when there are only failures."""
+    """Files to write from one slot; `slot` is None if there are only failures."""
 
     slot: int | None
     slot_rows: int = 0  # rows the slot was filled with: they place its sections
-    pieces: Sequence[Piece] = ()
-    failures: Sequence[Failure] = ()
+    pieces: Sequence[SlotPiece] = ()
+    failures: Sequence[FailedPiece] = ()
     weights: str | None = None  # id of the weights that computed the rows
 
     def encode(self) -> bytes:
@@ -57,14 +59,14 @@ class Job(NamedTuple):
         return cls(
             slot=slot,
             slot_rows=slot_rows,
-            pieces=[Piece(*fields) for fields in pieces],
-            failures=[Failure(*fields) for fields in failures],
+            pieces=[SlotPiece(*fields) for fields in pieces],
+            failures=[FailedPiece(*fields) for fields in failures],
             weights=weights,
         )
 
 
 class Report(NamedTuple):
-    """What became of one job. Added up in the scheduler's counters."""
+    """The outcome of one job. The scheduler adds the reports up."""
 
     pieces: int = 0  # dumps written whole
     rows: int = 0
@@ -82,26 +84,35 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """What a writer process is told once, when it starts."""
+class RingMap:
+    """The ring of slots, as a writer process maps it."""
 
-    directory: str
-    file_mode: int
-    layout: Layout
-    boundaries: tuple[int, ...]
-    boot_id: str
-    rank: int
+    descriptor: int
+    total_bytes: int
     slot_bytes: int
-    ring_bytes: int
-    ring_descriptor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The configuration of a writer process, fixed when it starts."""
+
+    rank_dir: RankDir
+    states: StateLayout
+    ring: RingMap
     socket_descriptor: int
+    log_level: str | None = None  # of lines about single requests; None: there are none
 
     def encode(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def decode(cls, text: str) -> Assignment:
         document = json.loads(text)
-        document["layout"] = Layout(**document["layout"])
-        document["boundaries"] = tuple(document["boundaries"])
-        return cls(**document)
+        rank_dir, states = document["rank_dir"], document["states"]
+        return cls(
+            rank_dir=RankDir(**{**rank_dir, "directory": Path(rank_dir["directory"])}),
+            states=StateLayout(**{**states, "boundaries": tuple(states["boundaries"])}),
+            ring=RingMap(**document["ring"]),
+            socket_descriptor=document["socket_descriptor"],
+            log_level=document["log_level"],
+        )

@@ -1,23 +1,24 @@
-"""Everything a writing rank runs besides the capture, put together: ring, copies, writers, tap."""
+"""The parts of a writing rank behind the capture: ring, copies, writer processes, tap."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Final
 
-from server_patch import ready
-from server_patch.dump_dir import Home
-from server_patch.dump_format import READY_NAME
-from server_patch.ring import Ring, RingPlan, plan_ring
+from server_patch.dump_dir import RankDir
+from server_patch.dump_format import READY_NAME, CaptureInfo, Ready, StateLayout
+from server_patch.ready import own_process, plugin_version, write_ready
+from server_patch.ring import Ring, plan_ring
 from server_patch.settings import Settings
-from server_patch.sglang_api import Facts
-from server_patch.slot_layout import Layout
+from server_patch.sglang_api import RunnerFacts
+from server_patch.slot_layout import SlotLayout
 from server_patch.staging import make_stager
-from server_patch.stats import Stats
+from server_patch.stats import Stats, StatsFile
 from server_patch.tap import Tap
 from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool
 from server_patch.writer_protocol import Assignment
+from server_patch.writer_supervisor import WriterSupervisor
 
 #: One process fills about 2.4 GB/s of fresh memory pages; a GPU can ask for more than that.
 _WRITERS_CUDA: Final = 4
@@ -26,122 +27,106 @@ _WRITERS_CPU: Final = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Writing:
-    """The running parts that the rest of the plugin has to do with."""
+    """The running parts of a writing rank, and the facts that it announces."""
 
-    settings: Settings
-    facts: Facts
-    home: Home
-    boundaries: tuple[int, ...]
+    facts: RunnerFacts
+    rank_dir: RankDir
     weights: Weights
+    capture: CaptureInfo
     tap: Tap
-    ring_plan: RingPlan
-    num_writers: int
 
-    def tell_ready(self, *, architecture: str, capture_method: str, config_digest: str) -> None:
-        """Write READY.json, and rewrite it whenever the weights change. Raises OSError."""
-        document = ready.make_ready(
-            facts=self.facts,
-            boot_id=self.home.boot_id,
-            rank=self.home.rank,
-            architecture=architecture,
-            config_digest=config_digest,
-            boundaries=self.boundaries,
-            capture_method=capture_method,
-            last_kind=self.settings.last_kind,
-            rid_prefix=self.settings.rid_prefix,
-            ring_bytes=self.ring_plan.total_bytes,
-            num_writers=self.num_writers,
+    def announce(self, method: str) -> None:
+        """Write READY.json, and rewrite it whenever the weights change. Raises OSError.
+
+        method: how the states are captured from now on.
+        """
+        ready = Ready(
+            boot_id=self.rank_dir.boot_id,
+            rank=self.rank_dir.rank,
+            process=own_process(host=self.facts.host, port=self.facts.port),
+            engine=self.facts.engine,
+            model=self.facts.model,
+            weights=self.weights.info,
+            capture=replace(self.capture, method=method),
         )
-
-        def write() -> None:
-            current = replace(
-                document,
-                weights=self.weights.id,
-                weights_layout=self.weights.layout,
-                weights_s=self.weights.seconds,
-                weight_version=self.weights.version,
-            )
-            ready.tell_ready(self.home.directory, current, file_mode=self.home.file_mode)
 
         def write_again() -> None:
             # READY.json is removed when the capture turns out to be wrong, and must stay removed.
-            if (self.home.directory / READY_NAME).exists():
-                write()
+            if (self.rank_dir.directory / READY_NAME).exists():
+                write_ready(self.rank_dir, replace(ready, weights=self.weights.info))
 
-        write()
+        write_ready(self.rank_dir, ready)
         self.weights.watch(write_again)
 
 
 def start_writing(
     *,
     settings: Settings,
-    facts: Facts,
-    home: Home,
-    boundaries: tuple[int, ...],
+    facts: RunnerFacts,
+    rank_dir: RankDir,
     weights: Weights,
+    boundaries: tuple[int, ...],
+    method: str,
 ) -> Writing:
     """Allocate the ring and start the writer processes.
 
-    Raises RingError, WriterError, or what the device says to the allocation.
+    Raises RingError, WriterError, or the device's error for the allocation.
     """
-    layout = Layout(
-        num_boundaries=len(boundaries),
-        hidden_size=facts.hidden_size,
-        dtype=facts.dtype,
+    states = StateLayout(
+        boundaries=boundaries,
+        hidden_size=facts.model.hidden_size,
+        dtype=facts.model.dtype,
         last_kind=settings.last_kind,
     )
+    layout = SlotLayout(states)
     stager = make_stager(facts.device)
     plan = plan_ring(
         layout=layout,
         forward_rows=facts.max_forward_rows,
-        num_slots=settings.ring_slots,
-        total_bytes=settings.ring_bytes,
+        num_slots=settings.writers.ring_slots,
+        total_bytes=settings.writers.ring_bytes,
         pinned=stager.pinned,
     )
     ring = Ring(plan, pinned=stager.pinned)
     stats = Stats()
-    num_writers = settings.num_writers or (_WRITERS_CUDA if stager.pinned else _WRITERS_CPU)
+    num_writers = settings.writers.num_writers
+    num_writers = num_writers or (_WRITERS_CUDA if stager.pinned else _WRITERS_CPU)
 
     def assignment(socket_descriptor: int) -> Assignment:
         return Assignment(
-            directory=str(home.directory),
-            file_mode=home.file_mode,
-            layout=layout,
-            boundaries=boundaries,
-            boot_id=home.boot_id,
-            rank=home.rank,
-            slot_bytes=plan.slot_bytes,
-            ring_bytes=plan.total_bytes,
-            ring_descriptor=ring.descriptor,
+            rank_dir=rank_dir,
+            states=states,
+            ring=ring.map,
             socket_descriptor=socket_descriptor,
+            log_level=settings.log_level,
         )
 
-    writers = WriterPool(
-        assignment=assignment,
-        directory=home.directory,
-        file_mode=home.file_mode,
+    pool = WriterPool(
+        WriterSupervisor(assignment),
         num_writers=num_writers,
+        rank_dir=rank_dir,
         ring=ring,
         stager=stager,
         stats=stats,
+        stats_file=StatsFile(stats, rank_dir),
     )
-    writers.start()
+    pool.start()
     tap = Tap(
         rid_prefix=settings.rid_prefix,
         layout=layout,
         ring=ring,
         stager=stager,
-        writers=writers,
+        writers=pool,
         stats=stats,
         weights=weights,
     )
-    return Writing(
-        settings=settings,
-        facts=facts,
-        home=home,
+    capture = CaptureInfo(
+        plugin_version=plugin_version(),
         boundaries=boundaries,
-        weights=weights,
-        tap=tap,
-        ring_plan=plan,
+        last_kind=settings.last_kind,
+        method=method,
+        rid_prefix=settings.rid_prefix,
+        ring_bytes=plan.total_bytes,
         num_writers=num_writers,
     )
+    return Writing(facts=facts, rank_dir=rank_dir, weights=weights, capture=capture, tap=tap)

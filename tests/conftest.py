@@ -6,22 +6,18 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers import Notes
 from hypothesis import settings
 
-import extractor.dispatch.health
-import extractor.pipeline.session
-from extractor.dispatch.retry import RetryPolicy
-
 # The commands that tests start inherit what `nohup` ignores, and a run respects that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# The same examples every time, and no verdict by the speed of the machine.
-settings.register_profile("repeatable", deadline=None, derandomize=True)
-settings.load_profile("repeatable")
+# The same examples every time, and no verdict by the speed of the machine. "loop" is `make test`.
+settings.register_profile("full", deadline=None, derandomize=True)
+settings.register_profile("loop", settings.get_profile("full"), max_examples=20)
+settings.load_profile("full")
 
 
 @pytest.fixture
@@ -36,18 +32,6 @@ def dump_root(tmp_path: Path) -> Path:
     root = tmp_path / "dumps"
     root.mkdir()
     return root
-
-
-@pytest.fixture
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries follow each other without the usual seconds in between."""
-    quick = {"base_delay_s": 0.001, "max_delay_s": 0.01}
-
-    def policy(**values: Any) -> RetryPolicy:
-        return RetryPolicy(**{**values, **quick})
-
-    monkeypatch.setattr(extractor.pipeline.session, "RetryPolicy", policy)
-    monkeypatch.setattr(extractor.dispatch.health, "RetryPolicy", policy)
 
 
 @pytest.fixture(scope="session")

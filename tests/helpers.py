@@ -16,24 +16,65 @@ import safetensors
 import xxhash
 
 from extractor.core.counters import Counters
+from extractor.core.events import Reporter
 from extractor.core.identity import Identity
 from extractor.core.layout import Layout
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import Input, RunOptions
+from extractor.core.timings import Timings
+from extractor.pipeline.run import run as run_of_product
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.server_facts import facts_of
-from extractor.testing.fake_server import FakeServer, fake_states
+from extractor.testing.fake_model import fake_states
+from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
-from manifest.records import Row, ServerStart
+from manifest.records import Row, ServerStart, StoredRow
 from manifest.states import State
 from manifest.store import Store
 from prompts.types import Prompt, RowOrigin
-from server_patch.dump_format import FORMAT_VERSION, DumpHeader, Ready
+from server_patch.dump_format import (
+    FORMAT_VERSION,
+    DumpHeader,
+    Ready,
+    StateLayout,
+    decode_ready,
+    encode_ready,
+)
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 #: 16-bit floats are compared as bit patterns.
 _NUMPY = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "I32": "<i4"}
 
 LAYOUT = Layout(boundaries=(1, 2, 3), hidden_size=8, dtype="BF16", last_kind="post")
+
+
+def quick(**groups: dict[str, Any]) -> Timings:
+    """Timings for tests: retries, looks and probes without the usual seconds in between.
+
+    `groups`: changes by group, as `health={"gone_after_s": 0.1}`.
+    """
+    values: dict[str, dict[str, Any]] = {
+        "dispatch": {
+            "retry_base_s": 0.001, "retry_max_s": 0.01, "death_shows_s": 0.05,
+            "return_pause_s": 0.02,
+        },
+        "health": {"alive_interval_s": 0.02},
+        "collect": {"late_dumps_s": 0.2},
+    }  # fmt: skip
+    for name, changes in groups.items():
+        values[name] = {**values.get(name, {}), **changes}
+    timings = Timings()
+    return replace(
+        timings,
+        **{name: replace(getattr(timings, name), **changes) for name, changes in values.items()},
+    )
+
+
+async def run(
+    options: RunOptions, reporter: Reporter, *, timings: Timings | None = None
+) -> RunSummary:
+    """`extractor.pipeline.run.run`, quick unless told otherwise."""
+    return await run_of_product(options, reporter, timings=timings or quick())
 
 
 @dataclass
@@ -92,16 +133,16 @@ def write_prompts(path: Path, prompts: Sequence[Ids]) -> Path:
 
 def options_for(server: FakeServer, prompts: Path, out: Path, **changes: Any) -> RunOptions:
     """A run against a fake server: rows of ids, so no tokenizer."""
-    plain = run_options(
-        prompts=(prompts,),
-        out=out,
-        server_urls=(server.url,),
-        dump_root=server.directory.parents[1],
-        tokenizer="none",
-        concurrency=8,
-        num_movers=1,
-    )
-    return changed(plain, **changes)
+    plain = {
+        "prompts": (prompts,),
+        "out": out,
+        "server_urls": (server.url,),
+        "dump_root": server.directory.parents[1],
+        "tokenizer": "none",
+        "concurrency": 8,
+        "num_movers": 1,
+    }
+    return run_options(**{**plain, **changes})
 
 
 def run_options(**values: Any) -> RunOptions:
@@ -189,6 +230,21 @@ def rows_of(out: Path) -> list[Row]:
         store.close()
 
 
+def stored_rows(out: Path) -> list[StoredRow]:
+    """The stored rows, by ordinal."""
+    store = Store.open_read_only(out / MANIFEST_NAME)
+    try:
+        rows = [row for shard in store.shards() for row in store.shard_rows(shard.number)]
+    finally:
+        store.close()
+    return sorted(rows, key=lambda row: row.ordinal)
+
+
+def servers_of(out: Path) -> dict[int, int | None]:
+    """The number of the server start that computed each stored row, by ordinal."""
+    return {row.ordinal: row.sample.server for row in stored_rows(out)}
+
+
 def stored_ordinals(out: Path) -> set[int]:
     return {row.ordinal for row in rows_of(out) if row.state is State.STORED}
 
@@ -206,7 +262,7 @@ def assert_whole(
         assert list(sample.states) == list(expected)
         for name, values in expected.items():
             assert np.array_equal(sample.states[name], values), (ordinal, name)
-    assert [finding for finding in audit(out).findings] == []
+    assert [finding for finding in audit(out).findings.all] == []
 
 
 def dumps_under(root: Path) -> list[str]:
@@ -255,7 +311,8 @@ def make_identity(**changes: Any) -> Identity:
         "inputs": ("i",),
         **changes,
     }
-    return Identity(**values)
+    lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+    return Identity.from_document(values | lists)
 
 
 def make_start(
@@ -279,20 +336,23 @@ def make_header(**changes: Any) -> DumpHeader:
         "rid": "xtr-run-session-0-1",
         "start": 0,
         "rows": 3,
+        "boot_id": "boot",
+        "rank": 0,
+        "counter": 7,
+    }
+    layout: dict[str, Any] = {
         "boundaries": (1, 2, 3),
         "hidden_size": 8,
         "dtype": "BF16",
         "last_kind": "post",
-        "boot_id": "boot",
-        "rank": 0,
-        "counter": 7,
-        **changes,
     }
-    return DumpHeader(**values)
+    layout |= {name: changes.pop(name) for name in layout if name in changes}
+    return DumpHeader(**{**values, **changes}, layout=StateLayout(**layout))
 
 
 def make_ready(**changes: Any) -> Ready:
-    values: dict[str, Any] = {
+    """`changes` are keys of READY.json."""
+    document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "boot_id": "boot",
         "rank": 0,
@@ -320,6 +380,10 @@ def make_ready(**changes: Any) -> Ready:
         "radix_cache": False,
         "ring_bytes": 0,
         "num_writers": 1,
-        **changes,
     }
-    return Ready(**values)
+    return decode_ready(json.dumps({**document, **changes}).encode())
+
+
+def change_ready(ready: Ready, **changes: Any) -> Ready:
+    """`ready` with other values for some keys of READY.json."""
+    return decode_ready(json.dumps({**json.loads(encode_ready(ready)), **changes}).encode())

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -15,15 +16,10 @@ import orjson
 from extractor.cli.log import log_to_stderr
 from extractor.core.errors import Interrupted
 from extractor.core.log_line import log_line
-from extractor.system import signals
+from extractor.core.timings import DEFAULT_TIMINGS, StopTimings
 from extractor.system.signals import handlers_put_back, under_signals
 
 Result = TypeVar("Result")
-
-#: Time to log the last message before the process is ended by force.
-TELL_S = 0.5
-#: For threads, once a signal has cancelled a command and it has cleaned up.
-THREADS_S = 0.5
 
 
 class Console:
@@ -69,10 +65,10 @@ def report_error(
         report(f"extractor: {message}")
 
 
-def _end_process() -> None:
+def _end_process(timings: StopTimings) -> None:
     """Exit at once, without waiting for threads or children; as safe as SIGKILL."""
     message = (
-        f"ended {signals.END_S:.0f} s after the signal, with work in progress; the same command "
+        f"ended {timings.end_s:.0f} s after the signal, with work in progress; the same command "
         "repeats what was not durable yet"
     )
     # On a thread: whatever blocks the command may block the message, too.
@@ -81,13 +77,15 @@ def _end_process() -> None:
         daemon=True,
     )  # fmt: skip
     reporting.start()
-    reporting.join(TELL_S)
+    reporting.join(timings.log_s)
     os._exit(Interrupted.exit_code)
 
 
-def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def run_async(
+    coroutine: Coroutine[Any, Any, Result], *, timings: StopTimings = DEFAULT_TIMINGS.stop
+) -> Result:
     """asyncio.run, ended in order by SIGINT, SIGTERM or SIGHUP: raises Interrupted."""
-    leaving = threading.Timer(THREADS_S, _leave_threads)
+    leaving = threading.Timer(timings.threads_s, _leave_threads)
     leaving.daemon = True
 
     async def command() -> Result:
@@ -99,7 +97,9 @@ def run_async(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
     try:
         with handlers_put_back():
-            return asyncio.run(under_signals(command(), end=_end_process))
+            return asyncio.run(
+                under_signals(command(), end=partial(_end_process, timings), end_s=timings.end_s)
+            )
     except asyncio.CancelledError:
         raise Interrupted("interrupted") from None
     finally:

@@ -37,14 +37,14 @@ def field_options(
     return decorate
 
 
-def value_of(kind: type[Value], values: Mapping[str, Any], **more: Any) -> Value:
+def value_of(kind: type[Value], values: Mapping[str, Any]) -> Value:
     """A dataclass with the values of its options, and of those of the dataclasses within it.
 
-    What was not given has the default of its field. `more`: further fields.
+    What was not given has the default of its field.
     """
-    given = dict(more)
+    given = {}
     for name, (hint, _) in types_of(kind).items():
-        if name not in more and is_dataclass(hint):
+        if is_dataclass(hint):
             given[name] = value_of(hint, values)  # type: ignore[arg-type]
         elif values.get(name) not in (None, ()):
             given[name] = values[name]

@@ -23,6 +23,7 @@ from extractor.cli.show_command import show_command
 from extractor.cli.status_command import status_command
 from extractor.cli.verify_command import verify_command
 from extractor.core.errors import Interrupted, exit_code, first_known, message_of
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.core.version import __version__
 
 
@@ -60,12 +61,12 @@ for command in (
 cli.params.append(verbose_option())
 
 
-def main() -> NoReturn:
+def main(timings: Timings = DEFAULT_TIMINGS) -> NoReturn:
     """Entry point of `extractor`: errors as messages on stderr, and the exit status."""
     console.reset()
     try:
         # Not standalone, click returns what `context.exit` was given instead of exiting.
-        status = cli.main(standalone_mode=False)
+        status = cli.main(standalone_mode=False, obj=timings)
     except click.ClickException as error:
         report_error(error.format_message(), exit_status=error.exit_code, show=error.show)
         sys.exit(error.exit_code)

@@ -21,8 +21,10 @@ from extractor.core.errors import UsageError
 from extractor.core.events import Reporter
 from extractor.core.row_policy import Policy
 from extractor.core.run_options import Input, Load, Output, Patience, RunOptions, Servers
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.pipeline.dry_run import dry_run as dry_run_of
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.run import run
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import any_server_answers, free_port, running_server
 from extractor.servers.sglang_flags import ServeOptions
 from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
@@ -76,6 +78,7 @@ def run_command(
     is detected from their content; patterns; directories of Hugging Face data sets; or - for
     standard input.
     """
+    timings = context.find_object(Timings) or DEFAULT_TIMINGS
     reporter: Reporter = reporter_for(as_json=log_json)
     if metrics_host is not None and metrics_port is None:
         raise UsageError(
@@ -83,7 +86,8 @@ def run_command(
         )
     options = value_of(RunOptions, values)
     if dry_run:
-        result = run_async(dry_run_of(options, reporter))
+        work = dry_run_of(options, reporter, timings=timings)
+        result = run_async(work, timings=timings.stop)
         if as_json:
             print_json(result.to_document())
         else:
@@ -92,7 +96,8 @@ def run_command(
     serve_options = None
     arguments = context.meta[SGLANG_ARGUMENTS]
     if options.servers.model is not None:
-        serve_options = value_of(ServeOptions, values, port=free_port(), arguments=arguments)
+        own = {**values, "port": free_port(), "arguments": arguments}
+        serve_options = value_of(ServeOptions, own)
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")
     with ExitStack() as stack:
@@ -104,7 +109,8 @@ def run_command(
             reporter.report(f"metrics at {server.url}")
             reporter = Together(reporter, metrics)
         is_named = bool(values["urls"])
-        summary = run_async(_run(options, serve_options, reporter, is_named=is_named))
+        extraction = _run(options, serve_options, reporter, timings, is_named=is_named)
+        summary = run_async(extraction, timings=timings.stop)
     status = 1 if summary.num_failed else 0
     document = summary.to_document(options.output.directory)
     if log_json:
@@ -118,13 +124,18 @@ def run_command(
 
 
 async def _run(
-    options: RunOptions, serve_options: ServeOptions | None, reporter: Reporter, *, is_named: bool
+    options: RunOptions,
+    serve_options: ServeOptions | None,
+    reporter: Reporter,
+    timings: Timings,
+    *,
+    is_named: bool,
 ) -> RunSummary:
     if serve_options is None or await any_server_answers(options.servers.urls):
-        return await run(options, reporter)
+        return await run(options, reporter, timings=timings)
     if is_named:
         reporter.report(
             f"no server answers at {', '.join(options.servers.urls)}; starting one of our own"
         )
-    async with running_server(serve_options, report=reporter.report) as server:
-        return await run(options.with_server(server.url), reporter)
+    async with running_server(serve_options, report=reporter.report, timings=timings) as server:
+        return await run(options.with_server(server.url), reporter, timings=timings)

@@ -13,6 +13,7 @@ from extractor.cli.option_types import BYTES, LAST_KIND, PATH, TEXT
 from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand, seconds_option
 from extractor.core.errors import ServerError
 from extractor.core.run_options import Servers
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.servers.launcher import free_port, running_server
 from extractor.servers.sglang_flags import PRESETS, ServeOptions
 
@@ -82,18 +83,19 @@ def serve_command(
     Ends when the server does, or within 20 s of Ctrl-C or SIGTERM, which stop the server's whole
     process tree.
     """
-    options = value_of(
-        ServeOptions,
-        values,
-        host=host,
-        port=port or free_port(host),
-        arguments=context.meta[SGLANG_ARGUMENTS],
-    )
-    run_async(_serve(options))
+    given = {
+        **values,
+        "host": host,
+        "port": port or free_port(host),
+        "arguments": context.meta[SGLANG_ARGUMENTS],
+    }
+    options = value_of(ServeOptions, given)
+    timings = context.find_object(Timings) or DEFAULT_TIMINGS
+    run_async(_serve(options, timings), timings=timings.stop)
 
 
-async def _serve(options: ServeOptions) -> NoReturn:
-    async with running_server(options, report=report) as server:
+async def _serve(options: ServeOptions, timings: Timings) -> NoReturn:
+    async with running_server(options, report=report, timings=timings) as server:
         click.echo(server.url)
         sys.stdout.flush()
         status = await server.process.wait()

@@ -12,10 +12,11 @@ from rich.live import Live as LiveDisplay
 from extractor.cli.console import print_json
 from extractor.cli.options import OUT_ARGUMENT, Command
 from extractor.core.errors import UsageError
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.overview import failed_table, read_status
 from extractor.status.page import line, page, standing
 from extractor.status.report import totals_table
-from extractor.status.watcher import LINE_INTERVAL_S, LOOK_INTERVAL_S, Watcher, watch
+from extractor.status.watcher import watch
 
 
 @click.command("status", cls=Command)
@@ -42,27 +43,25 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
     if as_json:
         print_json(read_status(out, all_failures=all_failures).to_document())
         return
-    look = Watcher(out).look()  # first: what ends meanwhile may be told as at work, not the reverse
     status = read_status(out, all_failures=all_failures)
-    identity = status.identity
-    click.echo(f"{out}: {standing(look)}")
-    click.echo(
-        f"{identity.model}: boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
-        f"{identity.dtype}"
-    )
-    click.echo(totals_table(status.totals, num_unread=status.num_unread))
+    begun, identity = status.begun, status.begun.identity
+    click.echo(f"{out}: {standing(status.look)}")
+    click.echo(f"{identity.model.path}: {identity.capture_text}")
+    live = status.look.live
+    now = None if live is None else live.session["now"]
+    click.echo(totals_table(begun.totals, num_unread=begun.num_unread, now=now))
     if status.failed:
         click.echo(failed_table(status))
 
 
 def _watch(out: Path) -> None:
-    console = Console()
+    console, timings = Console(), DEFAULT_TIMINGS.status
     if not console.is_terminal:
-        watch(out, lambda look: click.echo(line(look)), interval_s=LINE_INTERVAL_S)
+        watch(out, lambda look: click.echo(line(look)), interval_s=timings.line_interval_s)
         return
     with LiveDisplay(console=console, auto_refresh=False, transient=False) as display:
         watch(
             out,
             lambda look: display.update(page(look), refresh=True),
-            interval_s=LOOK_INTERVAL_S,
+            interval_s=timings.look_interval_s,
         )

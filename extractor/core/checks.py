@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.layout import Layout
 from manifest.states import Reason
 from server_patch.dump_format import ITEM_BYTES, DumpHeader, Ready
@@ -35,7 +35,7 @@ def check_reply(facts: ReplyFacts, *, num_tokens: int) -> Failure | None:
         return Failure(
             reason=Reason.TRUNCATED,
             detail=f"sent {num_tokens} tokens, the server prefilled {facts.prompt_tokens}",
-            is_permanent=True,
+            kind=FailureKind.PERMANENT,
         )
     if facts.cached_tokens:
         return Failure(
@@ -48,13 +48,19 @@ def check_reply(facts: ReplyFacts, *, num_tokens: int) -> Failure | None:
 
 def check_header(header: DumpHeader, ready: Ready) -> Failure | None:
     """Whether a dump has the layout that its writer announced."""
-    for name in ("boot_id", "rank", "boundaries", "hidden_size", "dtype", "last_kind"):
-        found, announced = getattr(header, name), getattr(ready, name)
+    for name, found, announced in (
+        ("boot_id", header.boot_id, ready.boot_id),
+        ("rank", header.rank, ready.rank),
+        ("boundaries", header.layout.boundaries, ready.layout.boundaries),
+        ("hidden_size", header.layout.hidden_size, ready.layout.hidden_size),
+        ("dtype", header.layout.dtype, ready.layout.dtype),
+        ("last_kind", header.layout.last_kind, ready.layout.last_kind),
+    ):
         if found != announced:
             return Failure(
                 reason=Reason.WRONG_LAYOUT,
                 detail=f"dump {header.counter}: {name} is {found!r}, READY.json says {announced!r}",
-                is_permanent=True,
+                kind=FailureKind.PERMANENT,
             )
     return None
 

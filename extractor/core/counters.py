@@ -53,6 +53,10 @@ class Pace:
         self._window_s = window_s
         self._noted: deque[tuple[float, int, int]] = deque()
 
+    def restart(self) -> None:
+        """Count the session's age from now on."""
+        self.started = time.monotonic()
+
     def note(self, now: float, *, tokens: int, rows: int) -> None:
         """Add the totals at this moment of a monotonic clock."""
         self._noted.append((now, tokens, rows))
@@ -113,7 +117,7 @@ class Moment:
 
 
 @dataclass(kw_only=True)
-class Rows:
+class InputRows:
     """The rows of all input files, by outcome."""
 
     total: int = 0
@@ -140,7 +144,7 @@ class Rows:
 class Counters:
     """The session in numbers, as they change. Owned by the run; reporters only read it."""
 
-    rows: Rows = field(default_factory=Rows)
+    rows: InputRows = field(default_factory=InputRows)
     tokens: int = 0  # of stored samples
     stored_bytes: int = 0
     sent: int = 0  # requests

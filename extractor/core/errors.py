@@ -81,9 +81,18 @@ class MissingExtra(UsageError):
 
 
 class ServerError(ExtractorError):
-    """The server or its plugin is in trouble; rows stay resumable."""
+    """The server or its plugin is in trouble; rows stay resumable.
+
+    `what`: what happened, for a caller that goes on by itself. `advice`: sentences that say what a
+    person is to do if the command ends.
+    """
 
     exit_code = 3
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(f"{what}. {advice}" if advice else what)
+        self.what = what
+        self.advice = advice
 
 
 class ServerUnreachable(ServerError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,54 +12,23 @@ from extractor.core.humanize import quoted
 from extractor.core.layout import Layout
 from extractor.core.row_policy import DEFAULT_POLICY, Policy
 from prompts.reading_options import DEFAULTS, ReadingOptions
-from server_patch.dump_format import Ready
+from server_patch.dump_format import MODEL_KEYS, ModelInfo
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a data set is of. Two runs may share an output directory only if all of it is equal."""
+    """What a data set is of. Two runs may share an output directory only if all of it is equal.
 
-    model: str  # path or name, as the server has it
-    architecture: str
-    config_digest: str  # of the model's config.json
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    dtype: str
+    Its document is flat: the model's facts stand beside the other fields, the path as `model`.
+    """
+
+    model: ModelInfo
     boundaries: tuple[int, ...]
     last_kind: str
-    quantization: str | None
     tokenizer_digest: str
     template_digest: str
     reading: Mapping[str, Any]  # how rows become prompts, where a person chooses
     inputs: tuple[str, ...]  # digest of each input file, in order
-
-    @classmethod
-    def of(
-        cls,
-        ready: Ready,
-        *,
-        tokenizer_digest: str,
-        template_digest: str,
-        reading: Mapping[str, Any],
-        inputs: tuple[str, ...],
-    ) -> Identity:
-        return cls(
-            model=ready.model_path,
-            architecture=ready.architecture,
-            config_digest=ready.config_digest,
-            vocab_size=ready.vocab_size,
-            num_layers=ready.num_layers,
-            hidden_size=ready.hidden_size,
-            dtype=ready.dtype,
-            boundaries=ready.boundaries,
-            last_kind=ready.last_kind,
-            quantization=ready.quantization,
-            tokenizer_digest=tokenizer_digest,
-            template_digest=template_digest,
-            reading=reading,
-            inputs=inputs,
-        )
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Identity:
@@ -71,41 +40,48 @@ class Identity:
             raise UsageError(
                 "no run has got as far as its first prompt here; run the same command again"
             )
-        names = {field.name for field in fields(cls)}
-        missing = names - set(document)
+        model = {"path" if name == "model" else name: document[name] for name in document}
+        missing = _missing(ModelInfo, model) | _missing(cls, document)
         if missing:
             raise ConfigMismatch(
                 f"the manifest lacks the field(s) {', '.join(sorted(missing))}: "
                 "it was begun by another version of this tool. Use a new --out."
             )
-        values: dict[str, Any] = {}
-        for known in fields(cls):
-            value = document[known.name]
-            if not _FITS[str(known.type)](value):
-                raise CorruptData(f"{known.name} is {quoted(value)}, must be {known.type}")
-            values[known.name] = tuple(value) if isinstance(value, list) else value
-        identity = cls(**values)
-        if identity.vocab_size < 1:
-            raise CorruptData(f"vocab_size must be >= 1, is {identity.vocab_size}")
+        identity = cls(
+            **{**_values(cls, document), "model": ModelInfo(**_values(ModelInfo, model))}
+        )
+        if identity.model.vocab_size < 1:
+            raise CorruptData(f"vocab_size must be >= 1, is {identity.model.vocab_size}")
         identity.layout.require_sound()
         return identity
 
     def to_document(self) -> dict[str, Any]:
         """JSON-ready, field by field."""
-        return asdict(self)
+        document = asdict(self)
+        model = document.pop("model")
+        return {"model": model.pop("path"), **model, **document}
+
+    @property
+    def capture_text(self) -> str:
+        """The captured states, for a person."""
+        return f"boundaries {list(self.boundaries)}, last {self.last_kind}, {self.model.dtype}"
 
     @property
     def layout(self) -> Layout:
         return Layout(
             boundaries=self.boundaries,
-            hidden_size=self.hidden_size,
-            dtype=self.dtype,
+            hidden_size=self.model.hidden_size,
+            dtype=self.model.dtype,
             last_kind=self.last_kind,
         )
 
     def _comparable(self) -> dict[str, object]:
-        """Every field by name; what `reading` holds, by the options that set it."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Every compared field by name; what `reading` holds, by the options that set it."""
+        values = self.to_document()
+        for name in MODEL_KEYS.values():
+            # Those that may change if the user allows it: provenance.py compares them.
+            if name not in _DECIDE_SHAPES:
+                values.pop("model" if name == "path" else name)
         # A manifest older than an option was begun with what is now the option's default.
         reading = {**DEFAULT_READING, **values.pop("reading")}
         return {**values, **{_option_of(name): value for name, value in reading.items()}}
@@ -117,14 +93,11 @@ class Identity:
 
         `other_inputs`: in which way the inputs differ, if they do, where that is known.
         """
-        # provenance.py compares the server's facts, which the user may allow to change.
         before, now = begun_with._comparable(), self._comparable()
         differences = [
             f"  {name}: {out} has {quoted(before.get(name))}, this run has {quoted(now.get(name))}"
             for name in dict.fromkeys((*before, *now))
-            if name not in _OF_THE_SERVER
-            and before.get(name) != now.get(name)
-            and not (name == "inputs" and other_inputs)
+            if before.get(name) != now.get(name) and not (name == "inputs" and other_inputs)
         ]
         if other_inputs is not None:
             differences.append(f"  inputs: {other_inputs}")
@@ -136,9 +109,8 @@ class Identity:
             )
 
 
-#: Fields of an identity that describe the server's model. They are not compared here, since a moved
-#: model is still the same; dispatch/provenance.py compares what every server start announced.
-_OF_THE_SERVER = ("model", "architecture", "config_digest", "quantization")
+#: Facts about the model on which the shape of every sample depends.
+_DECIDE_SHAPES = ("vocab_size", "num_layers", "hidden_size", "dtype")
 
 
 def reading_document(reading: ReadingOptions, policy: Policy) -> dict[str, Any]:
@@ -152,7 +124,7 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-#: Checks whether a JSON value fits a field of the identity, by the field's type.
+#: Checks whether a JSON value fits a field, by the field's type.
 _FITS: Mapping[str, Callable[[object], bool]] = {
     "str": lambda value: isinstance(value, str),
     "str | None": lambda value: value is None or isinstance(value, str),
@@ -162,7 +134,30 @@ _FITS: Mapping[str, Callable[[object], bool]] = {
         isinstance(value, list) and all(isinstance(item, str) for item in value)
     ),
     "Mapping[str, Any]": lambda value: isinstance(value, dict),
+    "ModelInfo": lambda value: isinstance(value, str),  # its path; the rest stands beside it
 }
+
+
+def _missing(kind: type, document: Mapping[str, Any]) -> set[str]:
+    """Keys of fields without a default that a document lacks."""
+    return {
+        "model" if field.name == "path" else field.name
+        for field in fields(kind)
+        if field.name not in document and field.default is MISSING
+    }
+
+
+def _values(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `kind` that a document has. Raises CorruptData for an invalid one."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        if field.name in document:
+            value = document[field.name]
+            if not _FITS[str(field.type)](value):
+                name = "model" if field.name == "path" else field.name
+                raise CorruptData(f"{name} is {quoted(value)}, must be {field.type}")
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return values
 
 
 def _option_of(name: str) -> str:

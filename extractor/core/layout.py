@@ -25,10 +25,10 @@ class Layout:
     def of(cls, ready: Ready) -> Layout:
         """The layout of the states that a writer announced."""
         return cls(
-            boundaries=ready.boundaries,
-            hidden_size=ready.hidden_size,
-            dtype=ready.dtype,
-            last_kind=ready.last_kind,
+            boundaries=ready.capture.boundaries,
+            hidden_size=ready.model.hidden_size,
+            dtype=ready.model.dtype,
+            last_kind=ready.capture.last_kind,
         )
 
     @property

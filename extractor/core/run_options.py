@@ -1,4 +1,4 @@
-"""What a run is asked to do. Frozen values; every bound is checked where the value is made."""
+"""The options of a run. Frozen values, whose bounds are checked when they are made."""
 
 from __future__ import annotations
 

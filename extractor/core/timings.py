@@ -90,28 +90,27 @@ class HealthTimings:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchTimings:
-    """Sending prompts, and sending them again."""
+    """Reading prompts, sending them, and sending them again."""
 
+    read_rows: int = 128  # prompts of one visit to the reading thread
+    read_s: float = 0.01  # the visit ends with the first prompt after this long
     retry_base_s: float = 0.5  # longest delay after the first failure; doubled by each further one
     retry_max_s: float = 30.0  # longest delay after any
     death_shows_s: float = 2.0  # after a broken connection, until a dead server is found dead
     return_pause_s: float = 2.0  # between two looks whether a lost server has come back
-    full_pause_s: float = 0.2  # between two looks whether a full dump root has room again
-    light_bytes: int = 16 << 20  # of dumps whose prompts are bounded by bytes, not by number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batches:
-    """How much passes between threads, or becomes durable, at once."""
+class StoreTimings:
+    """Making samples durable in groups."""
 
-    read_rows: int = 128  # prompts of one visit to the reading thread
-    read_s: float = 0.01  # the visit ends with the first prompt after this long
-    rejections: int = 1000  # failed rows of one commit
     small_bytes: int = 1 << 20  # a group that begins with a smaller sample waits for more
     gather_s: float = 0.02  # how long it waits: a sync costs more than a small sample's bytes
     group_samples: int = 256  # most of one group: bounds how long a dump waits for its sync
     group_bytes: int = 128 << 20
     undivided_bytes: int = 8 << 20  # up to this, samples go to one mover though others are idle
+    rejections: int = 1000  # failed rows of one commit
+    min_free_bytes: int = 64 << 20  # of the output disk, for a run to begin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ class Timings:
     collect: CollectTimings = CollectTimings()
     health: HealthTimings = HealthTimings()
     dispatch: DispatchTimings = DispatchTimings()
-    batches: Batches = Batches()
+    store: StoreTimings = StoreTimings()
     status: StatusTimings = StatusTimings()
 
 

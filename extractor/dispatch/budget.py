@@ -1,66 +1,91 @@
-"""Admission by weight: a fair semaphore whose permits are bytes."""
+"""Bounds the bytes of dumps under the dump root: a fair semaphore whose permits are bytes.
+
+A prompt holds the bytes of its dumps from before it is sent until it is settled, so this also
+bounds the prompts in progress.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
+
+from extractor.core.timings import DEFAULT_TIMINGS
+
+
+def max_prompts(
+    request_limit: int, *, group_samples: int = DEFAULT_TIMINGS.store.group_samples
+) -> int:
+    """Most prompts in progress where the servers take `request_limit` requests in all.
+
+    A prompt outlives its request by the copy to the shard; twice as many prompts as requests keep
+    the servers busy meanwhile. The samples of one group, which become durable at once, need not
+    wait for each other.
+
+    >>> max_prompts(32, group_samples=256)
+    320
+    """
+    return 2 * request_limit + group_samples
 
 
 class Budget:
-    """At most `total` are held at any time.
+    """At most `total` bytes are held at any time, by at most `max_holders` prompts.
 
-    First come, first served, so that a large prompt is not starved by small ones. A weight over
-    the total is the caller's mistake (ValueError): it would wait for ever.
+    First come, first served, so that a large prompt is not starved by small ones.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, *, max_holders: int) -> None:
         self.total = total
+        self.max_holders = max_holders
         self.used = 0
         self.peak = 0
+        self.num_holders = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiters)
 
-    @asynccontextmanager
-    async def hold(self, weight: int) -> AsyncIterator[None]:
-        """Hold `weight` for the length of the block; waits until they are free."""
-        if weight > self.total:
-            raise ValueError(f"{weight} can never fit into {self.total}")
-        await self._acquire(weight)
-        try:
-            yield
-        finally:
-            self.used -= weight
-            self._wake()
+    async def take(self, size_bytes: int) -> None:
+        """Wait until `size_bytes` are free, and hold them until `give_back`.
 
-    async def _acquire(self, weight: int) -> None:
-        if not self._waiters and self.used + weight <= self.total:
-            self._take(weight)
+        Raises ValueError for more than the total, which would wait forever.
+        """
+        if size_bytes > self.total:
+            raise ValueError(f"{size_bytes} can never fit into {self.total}")
+        if not self._waiters and self._fits(size_bytes):
+            self._hold(size_bytes)
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((weight, granted))
+        self._waiters.append((size_bytes, granted))
         try:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                self.used -= weight  # granted in the moment we were cancelled
+                self.give_back(size_bytes)  # granted at the moment of the cancellation
             else:
                 with suppress(ValueError):  # _wake may have dropped it already
-                    self._waiters.remove((weight, granted))
-            self._wake()
+                    self._waiters.remove((size_bytes, granted))
+                self._wake()
             raise
 
-    def _wake(self) -> None:
-        while self._waiters and self.used + self._waiters[0][0] <= self.total:
-            weight, granted = self._waiters.popleft()
-            if not granted.done():
-                self._take(weight)
-                granted.set_result(None)
+    def give_back(self, size_bytes: int) -> None:
+        """Free what `take` held."""
+        self.used -= size_bytes
+        self.num_holders -= 1
+        self._wake()
 
-    def _take(self, weight: int) -> None:
-        self.used += weight
+    def _fits(self, size_bytes: int) -> bool:
+        return self.used + size_bytes <= self.total and self.num_holders < self.max_holders
+
+    def _hold(self, size_bytes: int) -> None:
+        self.used += size_bytes
+        self.num_holders += 1
         self.peak = max(self.peak, self.used)
+
+    def _wake(self) -> None:
+        while self._waiters and self._fits(self._waiters[0][0]):
+            size_bytes, granted = self._waiters.popleft()
+            if not granted.done():
+                self._hold(size_bytes)
+                granted.set_result(None)

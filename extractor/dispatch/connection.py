@@ -1,96 +1,100 @@
-"""One prompt, one request, one set of pieces: what passes between us and one start of a server."""
+"""One start of one server: sends requests and ties their dumps to them."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.counters import Counters, Stage
 from extractor.core.errors import ConfigMismatch, ServerError
-from extractor.core.events import Report
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.humanize import amount
 from extractor.core.layout import Layout
 from extractor.core.request import Request, dump_bytes
-from extractor.core.rids import make_rid, rid_prefix
-from extractor.core.run_options import RunOptions
-from extractor.dispatch.health import ServerWatch
-from extractor.dispatch.limiter import Limiter
-from extractor.dispatch.scheduler import Turn, Turns
-from extractor.dumps.collector import LATE_DUMPS_S, Collected, Collector, remove_unfinished
+from extractor.core.rids import make_rid
+from extractor.dispatch.monitor import Monitor
+from extractor.dispatch.scheduler import Lane, Slot
+from extractor.dispatch.suspects import InFlightPrompt
+from extractor.dumps.collector import Collected, Collector, remove_unfinished
 from extractor.dumps.discovery import is_alive
 from extractor.servers.client import Client
 from extractor.servers.target import Target
 from extractor.system.files import free_bytes
-from manifest.records import Moved
-from manifest.states import Event, Reason
-from manifest.writer_thread import StoreOwner
+from manifest.states import Reason
 from prompts.types import Prompt
 
-#: So long after a broken connection it is known whether the server died.
-DEATH_SHOWS_S = 2.0
-#: Between two looks whether a full dump root has room again.
-FULL_PAUSE_S = 0.2
+logger = logging.getLogger(__name__)
+
+
+class RequestState(Enum):
+    """Where a request is, from its sending to its dump."""
+
+    SENT = "sent"  # the server has it, or may have it, and has not answered
+    DUE = "due"  # answered, or an earlier copy of it is processed: its dump must arrive
+    TAKEN = "taken"  # its dump is whole, and the caller owns the files
+    FAILED = "failed"  # nobody waits for it any more
+
+
+@dataclass(eq=False, kw_only=True)
+class _InFlight:
+    """One request."""
+
+    request: Request
+    attempts: int  # of its prompt, over all sessions
+    dump: asyncio.Future[Collected]
+    state: RequestState = RequestState.SENT
+    patience: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unanswered:
-    """A prompt that the server has, or may have had, and said nothing of."""
+class ConnectionSettings:
+    """What all connections of a session share."""
 
-    prompt: Prompt
-    attempts: int  # so far, over all sessions
+    run_id: str
+    session_id: str  # unlike that of any other process: it keeps rids from repeating
+    counters: Counters
+    dump_timeout_s: float  # from the answer to the last piece
+    death_shows_s: float  # after a broken connection, until a dead server is found dead
 
 
-class Exchange:
-    """Sends requests to one start of one server and ties their dumps to them."""
+@dataclass(kw_only=True)
+class ServedCount:
+    """Prompts that were answered, and whose dumps are whole."""
+
+    prompts: int = 0
+    tokens: int = 0
+
+
+class Connection:
+    """Requests to one start of one server, in flight and unanswered."""
 
     def __init__(
         self,
+        settings: ConnectionSettings,
         *,
-        options: RunOptions,
         client: Client,
         target: Target,
-        collector: Collector | None,
-        owner: StoreOwner,
-        counters: Counters,
-        run_id: str,
-        layout: Layout,
-        limiter: Limiter,
-        turns: Turns,
-        report: Report,
+        collector: Collector,
+        lane: Lane,
+        monitor: Monitor,
     ) -> None:
-        """`collector`: of an earlier exchange with the same start of the server; None: there was
-        none. `report`: tells a person what the run waits for."""
         self.target = target
-        self.collector = collector or Collector(target.ranks, rid_prefix=rid_prefix(run_id))
-        self.rids: set[str] = set()  # with the server now
-        self.num_prompts = 0  # answered, their dumps whole
-        self.num_tokens = 0  # of these
+        self.collector = collector
+        self.lane = lane
+        self.monitor = monitor
+        self.served = ServedCount()
         self.has_ended = asyncio.Event()
+        self._settings = settings
         self._client = client
-        self._owner = owner
-        self._counters = counters
-        self._run_id = run_id
-        self._session_id = secrets.token_hex(3)
-        self._dump_timeout_s = options.patience.dump_timeout_s
-        self._layout = layout
-        #: By ordinal: whose last request reached the server and had no answer.
-        self._unanswered: dict[int, Unanswered] = {}
-        #: What may break a fetch off, and the dump that it waits for once it is answered.
-        self._under_way: dict[asyncio.Timeout, asyncio.Future[Collected] | None] = {}
-        self.watch = ServerWatch(
-            client=client,
-            target=target,
-            run_id=run_id,
-            limiter=limiter,
-            turns=turns,
-            collector=self.collector,
-            report=report,
-        )
+        self._in_flight: dict[str, _InFlight] = {}  # by rid
+        #: By row: prompts whose last request reached the server and has no answer, although nobody
+        #: may wait for it any more.
+        self._unanswered: dict[int, InFlightPrompt] = {}
 
     async def run(self) -> None:
         """Watch the server and its dumps until cancelled.
@@ -98,166 +102,167 @@ class Exchange:
         Raises what ended it, in an ExceptionGroup: ServerError when the server is lost, SpaceError.
         """
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.watch.run(), name="server-watch")
+            tasks.create_task(self.monitor.run(), name="server-monitor")
             tasks.create_task(self.collector.run(), name="collector")
 
-    def holds(self, ordinal: int) -> bool:
-        """Whether the server may still be at work on the prompt, which it has not answered."""
-        return ordinal in self._unanswered
-
-    async def fetch(self, prompt: Prompt, attempt: int, turn: Turn) -> Collected:
+    async def fetch(self, prompt: Prompt, attempt: int, slot: Slot) -> Collected:
         """Send `prompt` once; the pieces that tile it, or why this attempt gave none.
 
-        `turn` is released when the server has answered. Whoever takes the pieces owns their files.
+        `slot` is released when the server has answered. Whoever takes the pieces owns their files.
         """
-        try:
-            async with self._until_ended() as patience:
-                return await self._fetch(prompt, attempt, turn, patience)
-        except TimeoutError:
-            return Failure(
-                reason=Reason.SERVER_ERROR,
-                detail="its server was lost meanwhile",
-                is_transport=True,
-                is_unanswered=True,
-            )
-        finally:
-            turn.release()
-
-    @asynccontextmanager
-    async def _until_ended(self) -> AsyncIterator[asyncio.Timeout]:
-        """A block that `end` breaks off with TimeoutError."""
-        async with asyncio.timeout(None) as patience:
-            self._under_way[patience] = None
-            try:
-                yield patience
-            finally:
-                del self._under_way[patience]
-
-    async def _fetch(
-        self, prompt: Prompt, attempt: int, turn: Turn, patience: asyncio.Timeout
-    ) -> Collected:
+        settings = self._settings
         rid = make_rid(
-            run_id=self._run_id,
-            session_id=self._session_id,
+            run_id=settings.run_id,
+            session_id=settings.session_id,
             ordinal=prompt.ordinal,
             attempt=attempt,
         )
-        collected = self.collector.expect(rid, num_tokens=prompt.num_tokens)
-        is_due = is_taken = False
+        flight = self._in_flight[rid] = _InFlight(
+            request=Request(rid=rid, prompt=prompt),
+            attempts=attempt,
+            dump=self.collector.expect(rid, num_tokens=prompt.num_tokens),
+        )
         try:
-            request = Request(rid=rid, prompt=prompt)
-            reply_failure = await self._send(request, attempt, turn, patience, collected)
-            if reply_failure is not None:
-                # A dump may have come nevertheless: it goes before its room is given back.
-                with suppress(ServerError):  # which ends `run`
-                    self.collector.poll()
-                return reply_failure
-            is_due = True
-            self._under_way[patience] = collected
-            answered_at = asyncio.get_running_loop().time()
-            try:
-                async with asyncio.timeout(self._dump_timeout_s):
-                    outcome = await asyncio.shield(collected)
-            except TimeoutError:
-                missing = Failure(
-                    reason=Reason.DUMP_MISSING,
-                    detail=f"answered, but {self.collector.rows_seen(rid)} of "
-                    f"{prompt.num_tokens} rows arrived in {self._dump_timeout_s:g} s",
-                )
-                return self._unless_full(missing, prompt)
-            self._counters.stages[Stage.ARRIVAL].add(
-                asyncio.get_running_loop().time() - answered_at
+            async with flight.patience:  # `end` breaks it off
+                outcome = await self._exchange(flight, slot)
+        except TimeoutError:
+            outcome = Failure(
+                reason=Reason.SERVER_ERROR,
+                detail="its server was lost meanwhile",
+                kind=FailureKind.BROKEN,
             )
-            is_taken = True
         finally:
-            if not is_taken:
-                if is_due and not collected.done():
-                    self.collector.abandoned.add(rid)
-                self.collector.drop(rid, collected)
-        if isinstance(outcome, Failure):
-            return self._unless_full(outcome, prompt)
-        self.watch.note_space(None)
-        self.num_prompts += 1
-        self.num_tokens += prompt.num_tokens
+            slot.release()
+            self._close(flight)
         return outcome
 
-    def _unless_full(self, failure: Failure, prompt: Prompt) -> Failure:
-        """The failure of a dump; no fault of the prompt where its dump had no room."""
-        if failure.reason not in (Reason.DUMP_FAILED, Reason.DUMP_MISSING):
+    async def _exchange(self, flight: _InFlight, slot: Slot) -> Collected:
+        """The request's way from state to state."""
+        failure = await self._send(flight, slot)
+        if failure is not None:
+            flight.state = RequestState.FAILED
+            # A dump may have come nevertheless: it is removed before its bytes are given back.
+            with suppress(ServerError):  # which ends `run`
+                self.collector.poll()
             return failure
-        return replace(failure, is_busy=True) if self._is_full(prompt) else failure
+        outcome = await self._dump_of(flight)
+        if isinstance(outcome, Failure):
+            return self._unless_full(outcome, flight.request.prompt)
+        flight.state = RequestState.TAKEN
+        self.lane.health.note_space(None, now=_now())
+        self.served.prompts += 1
+        self.served.tokens += flight.request.prompt.num_tokens
+        return outcome
 
-    def _is_full(self, prompt: Prompt) -> bool:
-        """Whether somebody else took the room that the budget has for this prompt's dump."""
-        need = dump_bytes(prompt.num_tokens, self._layout, self.target.limits)
-        for rank in self.target.ranks:
-            try:
-                free = free_bytes(rank.directory)
-            except FileNotFoundError:
-                continue  # the collector misses it too, and ends the run
-            if free < need:
-                self.watch.note_space(
-                    f"{rank.directory}: {amount(free)} free, a dump takes {amount(need)}."
-                )
-                return True
-        return False
-
-    @staticmethod
-    def _is_settled(reply: ReplyFacts | Failure | None, *, was_unanswered: bool) -> bool:
-        """Whether the server can have nothing of this prompt under way."""
-        if not isinstance(reply, Failure) or not reply.is_unanswered:
-            return True
-        return reply.is_unsent and not was_unanswered
-
-    def forget(self, ordinal: int) -> None:
-        """The prompt is given up."""
-        self._unanswered.pop(ordinal, None)
-
-    async def _send(
-        self,
-        request: Request,
-        attempt: int,
-        turn: Turn,
-        patience: asyncio.Timeout,
-        collected: asyncio.Future[Collected],
-    ) -> Failure | None:
-        """One request; None when the server prefilled all of it."""
-        ordinal = request.prompt.ordinal
-        while self._is_full(request.prompt):  # noqa: ASYNC110 - nobody tells of freed space
-            await asyncio.sleep(FULL_PAUSE_S)
-        self._owner.post(Moved(ordinal=ordinal, event=Event.SEND, attempts=attempt))
-        self._counters.sent += 1
-        self.rids.add(request.rid)
-        was_unanswered = ordinal in self._unanswered
-        self._unanswered[ordinal] = Unanswered(prompt=request.prompt, attempts=attempt)
-        sent_at = asyncio.get_running_loop().time()
+    async def _send(self, flight: _InFlight, slot: Slot) -> Failure | None:
+        """Send the request and wait for its answer; None once its dump is due."""
+        request, prompt = flight.request, flight.request.prompt
+        was_unanswered = prompt.ordinal in self._unanswered
+        self._unanswered[prompt.ordinal] = InFlightPrompt(
+            prompt=prompt, ordinal=prompt.ordinal, attempts=flight.attempts
+        )
+        self._settings.counters.sent += 1
+        logger.debug(
+            "sent rid=%s row=%d attempt=%d server=%s tokens=%d",
+            request.rid, prompt.ordinal, flight.attempts, self._client.url, prompt.num_tokens,
+        )  # fmt: skip
+        sent_at = _now()
         reply: ReplyFacts | Failure | None = await self._client.generate(request)
-        if isinstance(reply, Failure) and reply.is_copy:
-            self._under_way[patience] = collected
-            reply = await self._dump_of_copy(reply, collected)
-        self.rids.discard(request.rid)
-        if self._is_settled(reply, was_unanswered=was_unanswered):
-            self.forget(ordinal)
-        if not isinstance(reply, Failure):
-            self._counters.stages[Stage.REQUEST].add(asyncio.get_running_loop().time() - sent_at)
+        if isinstance(reply, Failure) and reply.kind is FailureKind.COPY:
+            reply = await self._dump_of_copy(reply, flight)
+        if not isinstance(reply, Failure) or (
+            not reply.kind.may_be_processed
+            and not (reply.kind is FailureKind.UNSENT and was_unanswered)
+        ):
+            self.forget(prompt.ordinal)
         if isinstance(reply, ReplyFacts):
             self._require_weight_version(reply)
-            reply = check_reply(reply, num_tokens=request.prompt.num_tokens)
-        self.watch.note(reply, sent_at=sent_at, num_tokens=request.prompt.num_tokens)
-        if turn.is_alone and ordinal in self._unanswered:
-            # If it killed the server, nothing else may be under way when that is found out.
+            reply = check_reply(reply, num_tokens=prompt.num_tokens)
+        if not isinstance(reply, Failure):
+            self._settings.counters.stages[Stage.REQUEST].add(_now() - sent_at)
+        self.monitor.note(reply, sent_at=sent_at)
+        if prompt.ordinal in self._unanswered:
+            # Before the prompt is risked with another server, it must be known whether it killed
+            # this one; and for a suspect, nothing else may be sent here meanwhile.
             with suppress(TimeoutError):
-                async with asyncio.timeout(DEATH_SHOWS_S):
+                async with asyncio.timeout(self._settings.death_shows_s):
                     await self.has_ended.wait()
-        turn.release()
+        slot.release()
         if reply is None:
-            return None
-        if reply.is_unanswered and not reply.is_unsent:
-            self.collector.abandoned.add(request.rid)
-        if not reply.is_transport and not reply.is_busy:
-            # It may still be at work on it, after a time-out of ours.
-            await self._client.abort(request.rid)
+            flight.state = RequestState.DUE
+            logger.debug("answered rid=%s row=%d", request.rid, prompt.ordinal)
+        else:
+            await self._give_up_request(request.rid, reply)
         return reply
+
+    async def _give_up_request(self, rid: str, failure: Failure) -> None:
+        """The server may still process it, after a time-out of ours: ask it to stop."""
+        if failure.kind.may_be_processed:
+            self.collector.abandoned.add(rid)
+        if not (failure.kind.is_lost or failure.kind.is_refusal):
+            await self._client.abort(rid)
+
+    async def _dump_of(self, flight: _InFlight) -> Collected:
+        """Wait for the dump of an answered request."""
+        answered_at = _now()
+        timeout_s = self._settings.dump_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                outcome = await asyncio.shield(flight.dump)
+        except TimeoutError:
+            num_tokens = flight.request.prompt.num_tokens
+            return Failure(
+                reason=Reason.DUMP_MISSING,
+                detail=f"answered, but {self.collector.rows_seen(flight.request.rid)} of "
+                f"{num_tokens} rows arrived in {timeout_s:g} s",
+            )
+        self._settings.counters.stages[Stage.ARRIVAL].add(_now() - answered_at)
+        return outcome
+
+    async def _dump_of_copy(self, failure: Failure, flight: _InFlight) -> Failure | None:
+        """Wait for the dump of a request whose first copy is being processed; None when it arrives.
+
+        The reply goes to the sender of that copy. The dump is proof enough: its rows tile the
+        prompt and carry its tokens.
+        """
+        flight.state = RequestState.DUE
+        timeout_s = self._settings.dump_timeout_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(flight.dump)
+            return None
+        return replace(
+            failure,
+            detail=f"{failure.detail}; no dump of the copy that is at work arrived in "
+            f"{timeout_s:g} s",
+        )
+
+    def _close(self, flight: _InFlight) -> None:
+        """Stop waiting for a request, whatever became of it."""
+        rid = flight.request.rid
+        del self._in_flight[rid]
+        if flight.state is RequestState.TAKEN:
+            return
+        if flight.state is RequestState.SENT or (
+            flight.state is RequestState.DUE and not flight.dump.done()
+        ):
+            self.collector.abandoned.add(rid)
+        self.collector.drop(rid, flight.dump)
+
+    def _unless_full(self, failure: Failure, prompt: Prompt) -> Failure:
+        """The failure of a dump; not the prompt's fault if somebody else filled the dump root."""
+        if failure.reason not in (Reason.DUMP_FAILED, Reason.DUMP_MISSING):
+            return failure
+        need = dump_bytes(prompt.num_tokens, Layout.of(self.target.ready), self.target.limits)
+        for rank in self.target.ranks:
+            with suppress(FileNotFoundError):  # the collector misses it too, and ends the run
+                if (free := free_bytes(rank.directory)) < need:
+                    self.lane.health.note_space(
+                        f"{rank.directory}: {amount(free)} free, a dump takes {amount(need)}.",
+                        now=_now(),
+                    )
+                    return replace(failure, kind=FailureKind.BUSY)
+        return failure
 
     def _require_weight_version(self, reply: ReplyFacts) -> None:
         """Raise ConfigMismatch, which ends the run, if the weights changed since it began.
@@ -273,44 +278,30 @@ class Exchange:
                 "--out for the new ones."
             )
 
-    async def _dump_of_copy(
-        self, failure: Failure, collected: asyncio.Future[Collected]
-    ) -> Failure | None:
-        """Wait for the dump of a request whose first copy is being processed; None when it arrives.
+    def forget(self, ordinal: int) -> None:
+        """The prompt is answered, or given up."""
+        self._unanswered.pop(ordinal, None)
 
-        The reply goes to the sender of that copy. The dump is proof enough: its rows tile the
-        prompt and carry its tokens.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._dump_timeout_s):
-                await asyncio.shield(collected)
-            return None
-        return replace(
-            failure,
-            detail=f"{failure.detail}; no dump of the copy that is at work arrived in "
-            f"{self._dump_timeout_s:g} s",
-        )
-
-    def end(self) -> Sequence[Unanswered]:
-        """The server is lost: break off what is under way. The prompts that it had not answered."""
+    def end(self) -> Sequence[InFlightPrompt]:
+        """The server is lost: break off what is in flight. Returns the unanswered prompts."""
         with suppress(ServerError):
-            self.collector.poll()  # what is whole by now need not be asked for again
+            self.collector.poll()  # what is whole by now need not be sent again
         unanswered, self._unanswered = list(self._unanswered.values()), {}
-        now = asyncio.get_running_loop().time()
-        for patience, dump in self._under_way.items():
-            if dump is None or not dump.done():
-                patience.reschedule(now)
+        now = _now()
+        for flight in self._in_flight.values():
+            if flight.state is RequestState.SENT or not flight.dump.done():
+                flight.patience.reschedule(now)
         self.has_ended.set()
         return unanswered
 
     async def abandon(self) -> None:
-        """Leave nothing of ours with the server."""
-        await asyncio.gather(*(self._client.abort(rid) for rid in self.rids))
-        self.collector.abandoned |= self.rids
-        self.rids.clear()
+        """Leave none of our requests with the server."""
+        rids = {flight.request.rid for flight in self._in_flight.values()}
+        self.collector.abandoned |= rids
+        await asyncio.gather(*(self._client.abort(rid) for rid in self.collector.abandoned))
 
     def tidy(self) -> None:
-        """Remove what the lost server left or still writes, but for what was handed over."""
+        """Remove what the lost server left or still writes, except what was handed over."""
         with suppress(ServerError, OSError):  # somebody else removes the directory
             self.collector.poll()
             remove_unfinished([rank for rank in self.target.ranks if not is_alive(rank.ready)])
@@ -321,5 +312,9 @@ class Exchange:
         To be called when nothing is copied any more.
         """
         await self.abandon()
-        # What is lost is not waited for.
-        await self.collector.clear(patience_s=0.0 if self.has_ended.is_set() else LATE_DUMPS_S)
+        # Dumps of a lost server are not waited for.
+        await self.collector.clear(patience_s=0.0 if self.has_ended.is_set() else None)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

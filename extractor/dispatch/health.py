@@ -1,265 +1,174 @@
-"""Edge: how many prompts a server gets, by how it does; and when to give it up."""
+"""The health of one server, learned from its replies: one state. Pure; time is passed in.
+
+```
+            8 requests in a row not served, or
+            10 s of nothing but refusals
+  SERVING ------------------------------------> PAUSED
+     ^  <------------------------------------   (only probes are sent)
+     |        a request or a probe is served
+     |
+     +---> STOPPING   the server says that it is shutting down; back if it says otherwise
+```
+
+While a server is paused, failures cost no prompt an attempt: a probe, which every server can serve,
+shows whether the prompts or the server are at fault.
+
+>>> from manifest.states import Reason
+>>> server_error = Failure(reason=Reason.SERVER_ERROR, detail="500", kind=FailureKind.SERVER)
+>>> health = Health(Limiter(64))
+>>> for second in range(8):
+...     health.note(server_error, now=second, sent_at=second)
+>>> health.state.name, health.limit
+('PAUSED', 0)
+>>> health.note(None, now=9, sent_at=9, is_probe=True)
+>>> health.state.name, health.limit
+('SERVING', 1)
+
+A server that serves nothing is given up: after `gone_after_s` if it does not even answer, after
+`useless_after_s` if it answers.
+
+>>> health.note(server_error, now=100, sent_at=100)
+>>> health.ending(now=699), health.ending(now=701).name
+(None, 'USELESS')
+"""
 
 from __future__ import annotations
 
-import asyncio
-import random
-from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
 
-from extractor.core.checks import ReplyFacts, check_reply
-from extractor.core.errors import ServerGone, ServerLost, SpaceError
-from extractor.core.events import Report
-from extractor.core.failure import Failure
-from extractor.dispatch.breaker import Breaker
+from extractor.core.failure import Failure, FailureKind
+from extractor.core.timings import HealthTimings
 from extractor.dispatch.limiter import Limiter
-from extractor.dispatch.retry import RetryPolicy
-from extractor.dispatch.scheduler import Gate, Turns
-from extractor.dumps.collector import Collected, Collector
-from extractor.dumps.discovery import is_alive
-from extractor.servers.client import Client
-from extractor.servers.probe import PROBE_TIMEOUT_S, PROBE_TOKENS, probe_ids, probe_request
-from extractor.servers.target import Target
 
-#: A server that answers nothing for this long is taken for dead although its process lives.
-GONE_AFTER_S = 30.0
-#: One that answers but serves nothing (refusals, errors, time-outs) gets longer to recover.
-USELESS_AFTER_S = 600.0
-#: Refusals of every prompt for so long stop the sending of prompts.
-REFUSED_OPEN_S = 10.0
-#: Refusals of every prompt for so long are checked with a probe.
-TRIAL_AFTER_S = 30.0
-#: So long a dump root that somebody else filled may stay full.
-SPACE_PATIENCE_S = 60.0
-ALIVE_INTERVAL_S = 0.5
-#: Between questions whether it is being stopped, while it has prompts.
-DRAIN_INTERVAL_S = 5.0
-RESTART_ADVICE = "Restart it and run the same command again; nothing stored is sent twice."
+#: Requests in a row that were not served (broken connections, time-outs, 5xx) pause a server.
+PAUSE_AFTER = 8
 
 
-class ServerWatch:
-    """One start of one server: opens and shuts its gate, by what its replies say of it."""
+class HealthState(Enum):
+    """Whether a server gets prompts."""
 
-    def __init__(
-        self,
-        *,
-        client: Client,
-        target: Target,
-        run_id: str,
-        limiter: Limiter,
-        turns: Turns,
-        collector: Collector,
-        report: Report,
-    ) -> None:
-        """report: logs what the run waits for."""
-        self._report = report
-        self._client = client
-        self._target = target
-        self._run_id = run_id
-        self._breaker = Breaker(
-            refused_open_s=REFUSED_OPEN_S,
-            gone_after_s=GONE_AFTER_S,
-            useless_after_s=USELESS_AFTER_S,
-        )
+    SERVING = "serving"
+    PAUSED = "paused"  # serves nothing: only probes are sent
+    STOPPING = "stopping"  # is shutting down, and said so
+
+
+class Ending(Enum):
+    """Why a server must be given up."""
+
+    GONE = "gone"  # it does not answer
+    USELESS = "useless"  # it answers, but serves nothing
+    NOT_STOPPED = "not_stopped"  # it is shutting down and does not end
+    NO_SPACE = "no_space"  # the dump root stays full
+
+
+@dataclass(kw_only=True)
+class Trouble:
+    """Failures since the last request that was served."""
+
+    since: float
+    num_unserved: int = 0
+    is_gone: bool = False  # the last request had no answer at all
+
+
+class Health:
+    """What one start of one server may get."""
+
+    def __init__(self, limiter: Limiter, patience: HealthTimings | None = None) -> None:
         self.limiter = limiter
-        self.gate = Gate(limit=limiter.limit)
-        self._turns = turns
-        self._collector = collector
-        self._has_opened = asyncio.Event()  # the circuit: no prompt may be sent
-        self._found_gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._draining_since: float | None = None  # it is being stopped, and said so
-        self._last_trouble = ""
-        self._space_trouble: str | None = None
-        self._space_trouble_since = 0.0
         self.num_served = 0  # requests answered with what was asked for, probes included
+        self.last_trouble = ""
+        self._patience = patience or HealthTimings()
+        self._trouble: Trouble | None = None
+        self._is_paused = False
+        self._stopping_since: float | None = None
+        self._full_since: float | None = None
+        self._full_detail = ""
 
     @property
-    def is_draining(self) -> bool:
-        """Whether it is being stopped: its end is no prompt's fault."""
-        return self._draining_since is not None
+    def state(self) -> HealthState:
+        if self._stopping_since is not None:
+            return HealthState.STOPPING
+        return HealthState.PAUSED if self._is_paused else HealthState.SERVING
 
-    def is_same_server(self) -> bool:
-        """Whether the server that was proven is still the one behind the address.
+    @property
+    def limit(self) -> int:
+        """Requests that the server may have at a time now; 0 while it gets none."""
+        return self.limiter.limit if self.state is HealthState.SERVING else 0
 
-        To be asked before a prompt is sent: another may have taken the address since. Where it is
-        not, `run` ends as soon as it can.
-        """
-        if self._breaker.is_gone:
-            try:
-                self._require_alive()
-            except ServerGone as error:
-                if not self._found_gone.done():
-                    self._found_gone.set_exception(error)
-                    self._found_gone.exception()  # known, though nobody may be watching any more
-                return False
-        return True
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last request had no answer at all."""
+        return self._trouble is not None and self._trouble.is_gone
 
     def note(
-        self, failure: Failure | None, *, sent_at: float, num_tokens: int | None = None
+        self, failure: Failure | None, *, now: float, sent_at: float, is_probe: bool = False
     ) -> None:
-        """Learn from how a request ended; `sent_at` in the loop's time.
-
-        failure: None if it was served. num_tokens: the prompt's length; None for a probe, which is
-        no measure of speed.
-        """
-        now = asyncio.get_running_loop().time()
-        was_open = self._breaker.is_open
-        if failure is None:
-            self._breaker.served()
-            self.num_served += 1
-        else:
-            if failure.is_busy:
-                self._breaker.refused(now=now)
-                self.limiter.refused(now=now, sent_at=sent_at)
-            elif failure.is_unserved:
-                self._breaker.unserved(now=now, is_gone=failure.is_transport)
-            else:
-                self._breaker.served()  # it refused this prompt, as is its business
-            self._last_trouble = failure.detail
-        if was_open and not self._breaker.is_open:
-            self.limiter.restart(now=now)
-        elif num_tokens is not None and failure is None:
-            self.limiter.served(now=now, num_tokens=num_tokens, in_flight=self.gate.num_in_flight)
-        self._set_gate()
-
-    def _set_gate(self) -> None:
-        self.gate.limit = self.limiter.limit
-        was_open = self.gate.is_open
-        self.gate.is_open = not (self._breaker.is_open or self.is_draining)
-        if self._breaker.is_open:
-            self._has_opened.set()
-        if was_open != self.gate.is_open:
-            self._tell_gate()
-        self._turns.wake()
-
-    def _tell_gate(self) -> None:
-        """That the gate was opened or shut, and why."""
-        url = self._client.url
-        if self.gate.is_open:
-            self._report(f"the server at {url} serves again", event="server_back", server=url)
-        elif self._breaker.is_open:
-            self._report(
-                f"the server at {url} serves nothing (last: {self._last_trouble}); its prompts "
-                "wait, and a probe goes on asking",
-                event="server_silent",
-                level="warning",
-                server=url,
-            )
-        else:
-            self._report(
-                f"the server at {url} is being stopped; it gets no more prompts, so that it can "
-                "end",
-                event="server_stopping",
-                level="warning",
-                server=url,
-            )
-
-    def note_space(self, problem: str | None) -> None:
-        """Learn whether the last dump found no room under the dump root."""
-        if problem is None:
-            self._space_trouble = None
-        elif self._space_trouble is None:
-            self._space_trouble = problem
-            self._space_trouble_since = asyncio.get_running_loop().time()
-
-    async def run(self) -> None:
-        """Watch until cancelled. Raises ServerLost, SpaceError."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch(), name="server-alive")
-            tasks.create_task(self._try_again_and_again(), name="server-trial")
-            tasks.create_task(self._ask_again_and_again(), name="server-drain")
-            await self._found_gone
-
-    async def _watch(self) -> None:
-        while True:
-            now = asyncio.get_running_loop().time()
-            self._require_alive()
-            if self._breaker.is_hopeless(now=now):
-                raise self._given_up(now)
-            if self._draining_since is not None and now - self._draining_since > USELESS_AFTER_S:
-                raise ServerLost(
-                    f"the server at {self._client.url} is being stopped, and has not ended in "
-                    f"{now - self._draining_since:.0f} s. See its log; the same command goes on."
-                )
-            if self._space_trouble and now - self._space_trouble_since > SPACE_PATIENCE_S:
-                raise SpaceError(
-                    f"{self._space_trouble} Nothing is lost: free space (`extractor doctor` lists "
-                    "leftovers) and run the same command again."
-                )
-            await asyncio.sleep(ALIVE_INTERVAL_S)
-
-    def _require_alive(self) -> None:
-        for rank in self._target.ranks:
-            if not is_alive(rank.ready):
-                how = "was stopped" if self.is_draining else "died"
-                raise ServerGone(
-                    f"the server at {self._client.url} {how}: its process {rank.ready.pid} "
-                    f"is gone. {RESTART_ADVICE}"
-                )
-
-    def _given_up(self, now: float) -> ServerLost:
-        trouble = f"{self._breaker.trouble_s(now=now):.0f} s (last: {self._last_trouble})"
-        if self._breaker.is_gone:
-            return ServerGone(
-                f"the server at {self._client.url} has not answered for {trouble}. {RESTART_ADVICE}"
-            )
-        return ServerLost(
-            f"the server at {self._client.url} answers, but has served nothing for {trouble}. "
-            "See its log; the same command goes on."
-        )
-
-    async def _try_again_and_again(self) -> None:
-        """While prompts fail, and no other tells whose fault that is, send a known good one."""
-        policy = RetryPolicy(max_attempts=1, max_delay_s=15.0)
-        setback = 0
-        while True:
-            now = asyncio.get_running_loop().time()
-            if self._breaker.is_open or self._breaker.trouble_s(now=now) > TRIAL_AFTER_S:
-                setback += 1
-                await asyncio.sleep(policy.delay_s(setback, chance=random.random()))
-                await self._try()
-            else:
-                setback = 0
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(ALIVE_INTERVAL_S):
-                        await self._has_opened.wait()
-                self._has_opened.clear()
-
-    async def _ask_again_and_again(self) -> None:
-        """A server that is told to end goes on taking prompts, and ends when it has none left."""
-        while True:
-            await asyncio.sleep(DRAIN_INTERVAL_S)
-            if self.gate.num_in_flight or self.is_draining:
-                is_draining = await self._client.is_draining()
-                if is_draining is not None and is_draining != self.is_draining:
-                    now = asyncio.get_running_loop().time()
-                    self._draining_since = now if is_draining else None
-                    self._set_gate()
-
-    async def _try(self) -> None:
-        loop = asyncio.get_running_loop()
-        request = probe_request(self._run_id, probe_ids(vocab_size=self._target.limits.vocab_size))
-        sent_at = loop.time()
-        abandoned = self._collector.abandoned
-        abandoned.add(request.rid)
-        collected = self._collector.expect(request.rid, num_tokens=PROBE_TOKENS)
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                reply: ReplyFacts | Collected = await self._client.generate(request)
-                if isinstance(reply, Failure) and reply.is_copy:
-                    reply = await collected  # the reply goes to the sender of the first copy
-        except TimeoutError:
-            await self._client.abort(request.rid)
-            detail = f"no answer to a probe in {PROBE_TIMEOUT_S:.0f} s"
-            self._breaker.unserved(now=loop.time())
-            self._last_trouble = detail
+        """Learn from how a request ended; `failure`: None if it was served."""
+        kind = None if failure is None else failure.kind
+        if failure is not None:
+            self.last_trouble = failure.detail
+        if kind is not None and (kind.is_refusal or kind is FailureKind.SILENT):
+            self.limiter.refused(now=now, sent_at=sent_at)
+        if kind is not None and (kind.is_refusal or kind.blames_server):
+            self._note_trouble(kind, now)
             return
-        finally:
-            if collected.done():
-                abandoned.discard(request.rid)
-            self._collector.drop(request.rid, collected)
-        failure = reply if isinstance(reply, Failure) else None
-        if isinstance(reply, ReplyFacts):
-            failure = check_reply(reply, num_tokens=PROBE_TOKENS)
-        elif failure is not None and (failure.is_unsent or not failure.is_unanswered):
-            abandoned.discard(request.rid)  # it will not be dumped
-        self.note(failure, sent_at=sent_at)
+        was_paused, self._is_paused, self._trouble = self._is_paused, False, None
+        self.num_served += failure is None
+        if was_paused:
+            self.limiter.restart(now=now)
+        elif failure is None and not is_probe:
+            self.limiter.served()
+
+    def _note_trouble(self, kind: FailureKind, now: float) -> None:
+        trouble = self._trouble = self._trouble or Trouble(since=now)
+        trouble.is_gone = kind.is_lost
+        trouble.num_unserved += kind.blames_server
+        if trouble.num_unserved >= PAUSE_AFTER:
+            self._is_paused = True
+        elif kind.is_refusal and now - trouble.since > self._patience.refused_open_s:
+            self._is_paused = True
+
+    def note_stopping(self, is_stopping: bool, *, now: float) -> None:
+        """The server says whether it is shutting down."""
+        self._stopping_since = now if is_stopping else None
+
+    def note_space(self, problem: str | None, *, now: float) -> None:
+        """Learn whether the last dump found no room; `problem`: where, and how much is free."""
+        if problem is None:
+            self._full_since = None
+        elif self._full_since is None:
+            self._full_since, self._full_detail = now, problem
+
+    def trouble_s(self, *, now: float) -> float:
+        """Seconds since the first failure after which no request was served."""
+        return 0.0 if self._trouble is None else now - self._trouble.since
+
+    def needs_trial(self, *, now: float) -> bool:
+        """Whether a probe must show if the server is at fault."""
+        return self._is_paused or self.trouble_s(now=now) > self._patience.trial_after_s
+
+    def ending(self, *, now: float) -> Ending | None:
+        """Why the server must be given up; None if it need not be."""
+        if self._trouble is not None:
+            patience = self._patience
+            patience_s = patience.gone_after_s if self.is_silent else patience.useless_after_s
+            if self.trouble_s(now=now) > patience_s:
+                return Ending.GONE if self.is_silent else Ending.USELESS
+        if self.stopping_s(now=now) > self._patience.useless_after_s:
+            return Ending.NOT_STOPPED
+        if (
+            self._full_since is not None
+            and now - self._full_since > self._patience.space_patience_s
+        ):
+            return Ending.NO_SPACE
+        return None
+
+    def stopping_s(self, *, now: float) -> float:
+        """Seconds since the server said that it is shutting down."""
+        return 0.0 if self._stopping_since is None else now - self._stopping_since
+
+    @property
+    def full_detail(self) -> str:
+        """Where the last dump found no room."""
+        return self._full_detail

@@ -4,81 +4,85 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from extractor.core.failure import Failure
 from extractor.dispatch.budget import Budget
-from extractor.dispatch.retry import Remedy, RetryPolicy
-from extractor.dispatch.row_recorder import Ledger
-from extractor.dispatch.server_pool import Fleet
-from extractor.dumps.collector import Collected
-from extractor.dumps.dump_reader import DumpPiece
-from extractor.shards.mover import Movers
-from manifest.states import Event, Reason
-from prompts.types import Prompt
+from extractor.dispatch.retry import RetryPolicy, Setbacks
+from extractor.dispatch.row_recorder import RowRecorder
+from extractor.dispatch.server_pool import FailedAttempt, ServerPool
+from extractor.shards.mover_pool import MoverPool
+from prompts.types import BadRow, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempts:
-    """Sends prompts and stores what comes back, again and again where that may help."""
+class PromptTasks:
+    """Gives each prompt a task, within the byte budget."""
 
-    fleet: Fleet
-    movers: Movers
-    ledger: Ledger
-    budget: Budget  # bytes under the dump root
+    pool: ServerPool
+    movers: MoverPool
+    recorder: RowRecorder
+    budget: Budget
+    dump_bytes: Callable[[int], int]  # most bytes of dumps of that many tokens
     policy: RetryPolicy
     stop: asyncio.Event  # no further attempt
 
-    async def settle(self, prompt: Prompt, size_bytes: int, *, attempts_before: int) -> None:
+    async def start(
+        self,
+        work: asyncio.TaskGroup,
+        prompt: Prompt,
+        row: Prompt | BadRow,
+        *,
+        source: int,
+        settle: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Wait for the bytes of the prompt's dumps, and run `settle` in a task that holds them.
+
+        `row`: the prompt before it was cut; `source`: the number of its file.
+        """
+        size_bytes = self.dump_bytes(prompt.num_tokens)
+        await self.budget.take(size_bytes)
+        if self.stop.is_set():
+            self.budget.give_back(size_bytes)
+            return
+
+        async def hold() -> None:
+            try:
+                await settle()
+            finally:
+                self.budget.give_back(size_bytes)
+
+        self.recorder.plan(prompt, row, source=source)
+        work.create_task(hold(), name=f"prompt-{prompt.ordinal}")
+
+    async def settle(self, prompt: Prompt, *, attempts_before: int) -> None:
         """Return when `prompt` is stored or given up, or when the run stops.
 
-        size_bytes: what its dumps may take. attempts_before: in earlier sessions.
+        `attempts_before`: in earlier sessions.
         """
         attempt = attempts_before
-        setbacks = 0  # of this session
-        counted = 0  # setbacks that were this prompt's own
-        telling = 0  # setbacks while others were served, or its own
+        setbacks = Setbacks()
         while not self.stop.is_set():
             attempt += 1
-            async with self.budget.hold(size_bytes):
-                if self.stop.is_set():
-                    return
-                outcome = await self.fleet.fetch(prompt, attempt)
-                if outcome is None:
-                    return
-                failure = await self._kept(prompt, outcome, attempt)
-            if failure is None:
+            failed = await self._attempt(prompt, attempt)
+            if failed is None:
                 return
-            setbacks += 1
-            counted += not failure.is_not_counted
-            telling += failure.is_telling
-            remedy = self.policy.remedy(failure, num_counted=counted, num_setbacks=telling)
-            if remedy is Remedy.GIVE_UP:
-                self.fleet.forget(prompt.ordinal)
-                if failure.reason is Reason.KILLS_SERVER:
-                    attempt -= 1  # that was found out before anything was sent
-                self.ledger.give_up(prompt, failure, attempts=attempt)
+            setbacks.add(failed.failure, others_served=failed.others_served)
+            if self.policy.gives_up(failed.failure, setbacks):
+                self.pool.forget(prompt.ordinal)
+                self.recorder.give_up(prompt, failed.failure, attempts=attempt)
                 return
-            self.ledger.count_retry()
-            self.ledger.move(prompt, Event.RETRY, attempts=attempt)
-            delay_s = self.policy.delay_s(setbacks, chance=random.random())
+            self.recorder.retry(prompt, failed.failure, attempts=attempt)
+            delay_s = self.policy.delay_s(setbacks.total, chance=random.random())
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self.stop.wait()
 
-    async def _kept(self, prompt: Prompt, outcome: Collected, attempt: int) -> Failure | None:
-        """None when the sample is durable, else why this attempt gave none."""
-        if isinstance(outcome, Failure):
+    async def _attempt(self, prompt: Prompt, attempt: int) -> FailedAttempt | None:
+        """One attempt; None if the prompt is settled, or not to be sent any more."""
+        outcome = await self.pool.fetch(prompt, attempt)
+        if outcome is None or isinstance(outcome, FailedAttempt):
             return outcome
-        self.ledger.move(prompt, Event.DUMP, attempts=attempt)
-        return await self.movers.store(prompt, outcome, attempts=attempt)
-
-    async def adopt(self, prompt: Prompt, pieces: Sequence[DumpPiece], *, attempts: int) -> bool:
-        """Store what an earlier session asked for; whether it was good."""
-        self.ledger.move(prompt, Event.ADOPT, attempts=attempts)
-        if await self.movers.store(prompt, pieces, attempts=attempts) is None:
-            return True
-        self.ledger.move(prompt, Event.RETRY, attempts=attempts)  # asked for like any other
-        return False
+        failure = await self.movers.store(prompt, outcome, attempts=attempt)
+        return None if failure is None else FailedAttempt(failure=failure, others_served=False)

@@ -31,7 +31,7 @@ from extractor.system.files import open_regular, read_into, write_whole
 from manifest.records import ServerStart
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
-from server_patch.dump_format import DumpHeader, LastKind, Ready
+from server_patch.dump_format import DumpHeader, LastKind, Ready, StateLayout
 
 _CANARY = "canary"
 #: Stored samples among which one of enough tokens is looked for.
@@ -197,21 +197,23 @@ def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
     layout = identity.layout
     shards = {shard.number: shard for shard in store.shards()}
     rows = [
-        row for row in store.first_stored(_CANDIDATES) if row.num_tokens and row.shard in shards
+        row
+        for row in store.first_stored(_CANDIDATES)
+        if row.prompt.num_tokens and row.sample.shard in shards
     ]
-    for row in sorted(rows, key=lambda row: -min(row.num_tokens or 0, NUM_TOKENS)):
-        shard = shards[row.shard or 0]
+    for row in sorted(rows, key=lambda row: -min(row.prompt.num_tokens, NUM_TOKENS)):
+        shard = shards[row.sample.shard]
         path = sealed_shard_path(out / SHARDS_DIRECTORY, shard)
         if not path.exists():
             path = open_shard_path(out / SHARDS_DIRECTORY, shard)
-        num_tokens = min(row.num_tokens or 0, NUM_TOKENS)
+        num_tokens = min(row.prompt.num_tokens, NUM_TOKENS)
         tensors: dict[str, bytes] = {}
         try:
             with open(open_regular(path), "rb") as file:
-                for tensor in sample_tensors(row.num_tokens or 0, layout):
-                    width = (tensor.end - tensor.begin) // (row.num_tokens or 1)
+                for tensor in sample_tensors(row.prompt.num_tokens, layout):
+                    width = (tensor.end - tensor.begin) // row.prompt.num_tokens
                     data = bytearray(num_tokens * width)
-                    read_into(file.fileno(), memoryview(data), (row.offset or 0) + tensor.begin)
+                    read_into(file.fileno(), memoryview(data), row.sample.offset + tensor.begin)
                     tensors[tensor.name] = bytes(data)
         except (OSError, EOFError):
             continue  # `reconcile` has the lost ones extracted again
@@ -219,10 +221,12 @@ def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
             rid=RID,
             start=0,
             rows=num_tokens,
-            boundaries=identity.boundaries,
-            hidden_size=identity.hidden_size,
-            dtype=identity.dtype,
-            last_kind=cast(LastKind, identity.last_kind),
+            layout=StateLayout(
+                boundaries=layout.boundaries,
+                hidden_size=layout.hidden_size,
+                dtype=layout.dtype,
+                last_kind=cast(LastKind, layout.last_kind),
+            ),
             boot_id=RID,
             rank=0,
             counter=0,

@@ -3,42 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 
 
-class Remedy(Enum):
-    """What an attempt's outcome asks for."""
+@dataclass(kw_only=True)
+class Setbacks:
+    """The failed attempts of one prompt in this session."""
 
-    RETRY = "retry"  # this prompt again, under a new rid
-    GIVE_UP = "give_up"  # the prompt fails with its reason
+    total: int = 0
+    counted: int = 0  # those that cost one of the prompt's attempts
+    telling: int = 0  # those, and every failure while the same server served others
+
+    def add(self, failure: Failure, *, others_served: bool) -> None:
+        """One more; `others_served`: whether the same server served other prompts meanwhile. If it
+        did not, a refusal says nothing about this prompt."""
+        self.total += 1
+        self.counted += failure.kind.counts
+        self.telling += failure.kind.counts or others_served
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """Exponential back-off with full jitter, up to bounds that keep for ever from being for ever.
+    """Exponential back-off with full jitter, and hard caps on attempts.
 
     The delay after setback n is uniform in [0, min(cap, base * 2**(n-1))]:
 
-    >>> from manifest.states import Reason
     >>> policy = RetryPolicy(max_attempts=4, base_delay_s=0.5, max_delay_s=30.0)
     >>> [policy.delay_s(setback, chance=1.0) for setback in (1, 2, 3, 8)]
     [0.5, 1.0, 2.0, 30.0]
 
-    A prompt is given up for what cannot change, and after `max_attempts` failures of its own:
+    A prompt is given up at once for what cannot change, after `max_attempts` failures that count,
+    and after `max_setbacks` of any kind while its server served other prompts, which takes about a
+    quarter of an hour:
 
+    >>> from manifest.states import Reason
     >>> missing = Failure(reason=Reason.DUMP_MISSING, detail="")
-    >>> [policy.remedy(missing, num_counted=n, num_setbacks=n).name for n in (3, 4)]
-    ['RETRY', 'GIVE_UP']
-
-    A refusal or a broken connection says nothing against the prompt and costs none of these. But
-    one whose requests fail so again and again while others are served (else the run had ended) is
-    given up as well, about a quarter of an hour later:
-
-    >>> busy = Failure(reason=Reason.SERVER_ERROR, detail="HTTP 503", is_busy=True)
-    >>> [policy.remedy(busy, num_counted=0, num_setbacks=n).name for n in (63, 64)]
-    ['RETRY', 'GIVE_UP']
+    >>> [policy.gives_up(missing, Setbacks(total=n, counted=n, telling=n)) for n in (3, 4)]
+    [False, True]
+    >>> busy = Failure(reason=Reason.SERVER_ERROR, detail="HTTP 503", kind=FailureKind.BUSY)
+    >>> [policy.gives_up(busy, Setbacks(total=n, telling=n)) for n in (63, 64)]
+    [False, True]
     """
 
     max_attempts: int
@@ -46,30 +51,13 @@ class RetryPolicy:
     max_delay_s: float = 30.0
     max_setbacks: int = 64
 
-    def remedy(self, failure: Failure, *, num_counted: int, num_setbacks: int) -> Remedy:
-        """What to do after `failure`; `num_counted` of `num_setbacks` failures so far count."""
-        if failure.is_permanent or num_setbacks >= self.max_setbacks:
-            return Remedy.GIVE_UP
-        if failure.is_not_counted or num_counted < self.max_attempts:
-            return Remedy.RETRY
-        return Remedy.GIVE_UP
+    def gives_up(self, failure: Failure, setbacks: Setbacks) -> bool:
+        """Whether the prompt fails for `failure`, the last of `setbacks`."""
+        if failure.kind is FailureKind.PERMANENT or setbacks.telling >= self.max_setbacks:
+            return True
+        return failure.kind.counts and setbacks.counted >= self.max_attempts
 
     def delay_s(self, setback: int, *, chance: float) -> float:
         """Seconds to wait after setback number `setback`; `chance` is uniform in [0, 1]."""
         ceiling = min(self.max_delay_s, self.base_delay_s * 2.0 ** min(setback - 1, 30))
         return ceiling * chance
-
-
-def is_convicted(*, num_deaths: int, num_unanswered: int) -> bool:
-    """Whether a prompt that a dying server had not answered is what killed it.
-
-    `num_deaths`: how often that happened to the prompt before; `num_unanswered`: prompts that the
-    server had not answered this time. The first time all of them are suspects, and each is sent
-    alone from then on; so the second time there is but one.
-
-    >>> is_convicted(num_deaths=0, num_unanswered=64), is_convicted(num_deaths=0, num_unanswered=1)
-    (False, False)
-    >>> is_convicted(num_deaths=1, num_unanswered=1)
-    True
-    """
-    return num_deaths >= 1 and num_unanswered == 1

@@ -1,70 +1,110 @@
-"""What becomes of rows: told to the manifest, counted, and shown."""
+"""Records each row's outcome in the manifest, the counters and the log."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
 from extractor.core.admission import Refusal
 from extractor.core.counters import Counters
-from extractor.core.events import Reporter
+from extractor.core.events import Report, Reporter
 from extractor.core.failure import Failure
-from extractor.core.layout import Layout
-from extractor.shards.format import sample_bytes
-from manifest.records import Failed, Moved, Planned, Rejected
-from manifest.states import ASKED_FOR, Event, Reason
+from extractor.shards.mover import DurableSample
+from manifest.records import Failed, Lost, Planned, PromptFacts, Rejected, Retried, SourceRow
+from manifest.states import ASKED_FOR, Reason
 from manifest.writer_thread import StoreOwner
 from prompts.types import BadRow, Prompt
 
 #: Failed rows that are named as they happen; `extractor status` lists all.
 SHOWN_FAILURES = 20
-REJECTIONS_PER_COMMIT = 1000
+
+logger = logging.getLogger(__name__)
 
 
-class Ledger:
-    """Keeps the manifest, the counters and a person in step."""
+class RowRecorder:
+    """From a row's plan to its end."""
 
     def __init__(
-        self, owner: StoreOwner, counters: Counters, reporter: Reporter, layout: Layout
+        self,
+        owner: StoreOwner,
+        counters: Counters,
+        reporter: Reporter,
+        *,
+        server_of: Callable[[str], int | None],
+        rejections_per_commit: int = 1000,
     ) -> None:
+        """`server_of`: boot id -> number of the recorded server start."""
+        self.counters = counters
+        self.server_of = server_of
         self._owner = owner
-        self._counters = counters
         self._reporter = reporter
-        self._layout = layout
+        self._rejections_per_commit = rejections_per_commit
+
+    @property
+    def report(self) -> Report:
+        """Shows a line to a person."""
+        return self._reporter.report
 
     def plan(self, prompt: Prompt, row: Prompt | BadRow, *, source: int) -> None:
         """A prompt is to be sent; `row`: the same before it was cut."""
         self._owner.post(planned_row(prompt, row, source))
-
-    def move(self, prompt: Prompt, event: Event, *, attempts: int) -> None:
-        """A prompt is one step further, or back."""
-        self._owner.post(Moved(ordinal=prompt.ordinal, event=event, attempts=attempts))
+        logger.debug(
+            "admitted row=%d origin=%s tokens=%d",
+            prompt.ordinal, prompt.origin, prompt.num_tokens,
+        )  # fmt: skip
 
     async def reject(self, row: Prompt | BadRow, refused: Refusal, *, source: int) -> None:
         """A row gives no prompt to send."""
         self._owner.post(
             Rejected(
-                ordinal=row.ordinal,
-                source=source,
-                line=row.origin.line,
-                label=row.label,
-                part=row.origin.part,
+                origin=_origin_of(row, source),
+                prompt=_facts_of(row) if isinstance(row, Prompt) else None,
                 reason=refused.reason,
                 detail=refused.detail,
-                key=row.key if isinstance(row, Prompt) else None,
-                num_tokens=row.num_tokens if isinstance(row, Prompt) else None,
             )
         )
+        logger.info("refused row=%d reason=%s: %s", row.ordinal, refused.reason, refused.detail)
         self._count_failed(row, refused.reason, refused.detail)
-        if self._counters.rows.failed % REJECTIONS_PER_COMMIT == 0:
+        if self.counters.rows.failed % self._rejections_per_commit == 0:
             # Nothing else holds back the reading of a file of bad rows.
             await self._owner.drain()
 
-    def count_stored(self, prompt: Prompt) -> None:
-        """A sample is durable; the manifest has it already."""
-        self._counters.rows.stored += 1
-        self._counters.tokens += prompt.num_tokens
-        self._counters.stored_bytes += sample_bytes(prompt.num_tokens, self._layout)
+    def retry(self, prompt: Prompt, failure: Failure, *, attempts: int) -> None:
+        """An attempt failed, and the prompt is sent again."""
+        self.counters.retried += 1
+        self._owner.post(Retried(ordinal=prompt.ordinal, attempts=attempts))
+        logger.info(
+            "retry row=%d attempt=%d reason=%s: %s",
+            prompt.ordinal,
+            attempts,
+            failure.reason,
+            failure.detail,
+        )
 
-    def count_retry(self) -> None:
-        self._counters.retried += 1
+    def lose(self, prompt: Prompt, *, attempts: int) -> None:
+        """A server died while it had the prompt's request."""
+        self._owner.post(Lost(ordinal=prompt.ordinal, attempts=attempts))
+        logger.warning("server died row=%d attempt=%d", prompt.ordinal, attempts)
+
+    async def flush(self) -> None:
+        """Return once everything recorded so far is durable."""
+        await self._owner.drain()
+
+    async def store(self, samples: Sequence[DurableSample]) -> None:
+        """Commit samples whose bytes are durable, and count them."""
+        try:
+            await self._owner.commit(*(sample.stored for sample in samples))
+        except asyncio.CancelledError:
+            # The commit goes on, and the session may, when a server returns.
+            self._count_stored(samples)
+            raise
+        self._count_stored(samples)
+
+    def _count_stored(self, samples: Sequence[DurableSample]) -> None:
+        self.counters.rows.stored += len(samples)
+        self.counters.tokens += sum(sample.prompt.num_tokens for sample in samples)
+        self.counters.stored_bytes += sum(sample.stored.sample.size_bytes for sample in samples)
 
     def give_up(self, prompt: Prompt, failure: Failure, *, attempts: int) -> None:
         """A prompt fails for good."""
@@ -76,13 +116,17 @@ class Ledger:
                 attempts=attempts,
             )
         )
+        logger.info(
+            "given up row=%d attempts=%d reason=%s: %s",
+            prompt.ordinal, attempts, failure.reason, failure.detail,
+        )  # fmt: skip
         self._count_failed(prompt, failure.reason, failure.detail)
 
     def _count_failed(self, row: Prompt | BadRow, reason: Reason, detail: str) -> None:
-        self._counters.rows.failed_by_reason[reason] += 1
+        self.counters.rows.failed_by_reason[reason] += 1
         if reason in ASKED_FOR:
             return
-        if self._counters.rows.failed <= SHOWN_FAILURES:
+        if self.counters.rows.failed <= SHOWN_FAILURES:
             self._reporter.report(
                 f"{row.origin}: {reason}: {detail}",
                 event="row_failed",
@@ -93,25 +137,33 @@ class Ledger:
                 reason=reason,
                 detail=detail,
             )
-        elif self._counters.rows.failed == SHOWN_FAILURES + 1:
+        elif self.counters.rows.failed == SHOWN_FAILURES + 1:
             self._reporter.report("… further failed rows: see `extractor status`")
 
 
 def planned_row(prompt: Prompt, row: Prompt | BadRow, source: int) -> Planned:
-    """What the manifest is told of a prompt; `row`: the same before it was cut."""
+    """The manifest's record of a planned prompt; `row`: the same before it was cut."""
     detail = None
     if isinstance(row, Prompt) and row.num_tokens > prompt.num_tokens:
         at_least = "more than " if row.is_beginning else ""
         detail = f"cut from {at_least}{row.num_tokens} tokens"
-    return Planned(
-        ordinal=prompt.ordinal,
+    return Planned(origin=_origin_of(prompt, source), prompt=_facts_of(prompt), detail=detail)
+
+
+def _origin_of(row: Prompt | BadRow, source: int) -> SourceRow:
+    return SourceRow(
+        ordinal=row.ordinal,
         source=source,
-        line=prompt.origin.line,
-        label=prompt.label,
-        part=prompt.origin.part,
+        line=row.origin.line,
+        label=row.label,
+        part=row.origin.part,
+    )
+
+
+def _facts_of(prompt: Prompt) -> PromptFacts:
+    return PromptFacts(
         key=prompt.key,
         num_tokens=prompt.num_tokens,
         num_trained=prompt.num_trained,
         alterations=tuple(alteration.value for alteration in prompt.alterations),
-        detail=detail,
     )

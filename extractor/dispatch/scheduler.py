@@ -1,200 +1,137 @@
-"""Whose turn it is to send, and to which server: the one with the least to do that may take it.
+"""Hands each prompt a slot of the least-loaded server, first come, first served.
 
-Each server has a gate. What may be in flight behind it, its limiter and its breaker decide
-(server_watch.py); here prompts wait for any gate (first come, first served), for the one whose
-server may still be at work on them, or for a server of their own: a prompt that a dying server had
-not answered is sent with nothing beside it, so that a second death leaves no doubt. One such prompt
-at a time, in all servers together, so that it risks one server only.
+Each server has a lane. Its health bounds the requests in flight there. A suspect (suspects.py)
+takes a whole lane: it waits until some lane is empty, and nothing else is sent there until it is
+answered.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from extractor.dispatch.health import Health
+
 
 @dataclass(eq=False, kw_only=True)
-class Gate:
-    """One server's requests in flight, and how many there may be."""
+class Lane:
+    """The requests in flight with one server."""
 
-    limit: int  # requests
-    is_open: bool = True  # prompts may be sent at all
+    health: Health
     num_in_flight: int = 0
     num_tokens: int = 0  # of the prompts in flight
-    is_kept: bool = False  # for a prompt that must be alone
+    is_taken_whole: bool = False  # by a suspect
 
-    @property
-    def is_free(self) -> bool:
-        """Whether it takes one more prompt now."""
-        return self.is_open and not self.is_kept and self.num_in_flight < self.limit
-
-
-def least_busy(gates: Sequence[Gate]) -> Gate | None:
-    """The gate with the fewest tokens in flight of those that take one more prompt now.
-
-    >>> one, other = Gate(limit=2, num_tokens=900), Gate(limit=2, num_tokens=30)
-    >>> least_busy([one, other]) is other
-    True
-    >>> other.num_in_flight = 2
-    >>> least_busy([one, other]) is one
-    True
-    >>> one.is_open = False
-    >>> least_busy([one, other])
-    """
-    return min(
-        (gate for gate in gates if gate.is_free), key=lambda gate: gate.num_tokens, default=None
-    )
+    def has_room(self, *, is_alone: bool) -> bool:
+        """Whether one more prompt may be sent now."""
+        if is_alone:
+            return self.health.limit > 0 and self.num_in_flight == 0
+        return not self.is_taken_whole and self.num_in_flight < self.health.limit
 
 
 @dataclass(eq=False, kw_only=True)
-class Turn:
+class Slot:
     """The right to send one prompt to one server, until it is released."""
 
-    gate: Gate
+    lane: Lane
     num_tokens: int
     is_alone: bool
-    _turns: Turns
-    _is_over: bool = False
+    _wake: Callable[[], None]
+    _is_released: bool = False
 
     def release(self) -> None:
-        """The server has answered, or never will. Again: nothing."""
-        if not self._is_over:
-            self._is_over = True
-            self._turns._release(self)
+        """The server has answered, or never will. Releasing again does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self.lane.num_in_flight -= 1
+            self.lane.num_tokens -= self.num_tokens
+            self.lane.is_taken_whole = False if self.is_alone else self.lane.is_taken_whole
+            self._wake()
 
 
 @dataclass(eq=False, kw_only=True)
 class _Waiter:
+    ordinal: int
     num_tokens: int
-    only: Gate | None
-    is_alone: bool
-    granted: asyncio.Future[Turn | None]
+    granted: asyncio.Future[Slot | None]
 
 
-class Turns:
-    """Hands out turns at several gates."""
+class Scheduler:
+    """Hands out slots of several lanes."""
 
-    def __init__(self) -> None:
-        self.gates: list[Gate] = []
+    def __init__(self, is_suspect: Callable[[int], bool] = lambda ordinal: False) -> None:
+        """`is_suspect`: whether the prompt of a row must be sent alone."""
+        self.lanes: list[Lane] = []
+        self.is_closed = False
+        self._is_suspect = is_suspect
         self._waiting: deque[_Waiter] = deque()
-        self._pinned: dict[Gate, deque[_Waiter]] = {}
-        self._lonely: deque[_Waiter] = deque()
-        self._kept: Gate | None = None  # the gate of the prompt that must be alone
-        self.is_closed = False  # nobody gets a turn any more
 
-    def add(self, gate: Gate) -> None:
-        """A server that prompts may go to from now on."""
-        self.gates.append(gate)
-        self._pinned[gate] = deque()
+    @property
+    def num_in_flight(self) -> int:
+        return sum(lane.num_in_flight for lane in self.lanes)
+
+    def add(self, lane: Lane) -> None:
+        """Prompts may be sent there from now on."""
+        self.lanes.append(lane)
         self.wake()
 
-    def remove(self, gate: Gate) -> None:
-        """No prompt goes there any more; who waited for this one alone is sent away (None)."""
-        self.gates.remove(gate)
-        if self._kept is gate:
-            self._kept = None
-        lonely = [waiter for waiter in self._lonely if waiter.only is gate]
-        for waiter in (*self._pinned.pop(gate), *lonely):
-            if not waiter.granted.done():
-                waiter.granted.set_result(None)
+    def remove(self, lane: Lane) -> None:
+        """No more prompts are sent there."""
+        self.lanes.remove(lane)
         self.wake()
 
     def close(self) -> None:
-        """Grant nothing any more; who waits is sent away (None), and so is whoever asks."""
+        """Grant no more slots: everyone who waits, and everyone who asks, gets None."""
         self.is_closed = True
-        for waiter in (*self._waiting, *self._lonely, *itertools.chain(*self._pinned.values())):
+        while self._waiting:
+            waiter = self._waiting.popleft()
             if not waiter.granted.done():
                 waiter.granted.set_result(None)
 
-    async def take(
-        self, num_tokens: int, *, only: Gate | None = None, is_alone: bool = False
-    ) -> Turn | None:
-        """Wait for a turn: at the gate `only`, or at any; `is_alone`: with nothing else in flight.
-
-        None where the gate `only` is, or goes, away, and after `close`.
-        """
-        if self.is_closed or (only is not None and only not in self.gates):
+    async def take(self, ordinal: int, num_tokens: int) -> Slot | None:
+        """Wait for a slot for the prompt of a row; None after `close`."""
+        if self.is_closed:
             return None
-        waiter = _Waiter(
-            num_tokens=num_tokens,
-            only=only,
-            is_alone=is_alone,
-            granted=asyncio.get_running_loop().create_future(),
-        )
-        if is_alone:
-            self._lonely.append(waiter)
-        elif only is not None:
-            self._pinned[only].append(waiter)
-        else:
-            self._waiting.append(waiter)
+        granted: asyncio.Future[Slot | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiter(ordinal=ordinal, num_tokens=num_tokens, granted=granted))
         self.wake()
         try:
-            return await waiter.granted
+            return await granted
         except asyncio.CancelledError:
-            if waiter.granted.done() and not waiter.granted.cancelled():
-                if (turn := waiter.granted.result()) is not None:
-                    turn.release()  # granted in the moment we were cancelled
+            if granted.done() and not granted.cancelled():
+                if (slot := granted.result()) is not None:
+                    slot.release()  # granted at the moment of the cancellation
             else:
-                waiter.granted.cancel()
+                granted.cancel()
                 self.wake()
             raise
 
     def wake(self) -> None:
-        """Grant what can be granted; to be called after any change of a gate."""
-        self._grant_lonely()
-        for gate, queue in self._pinned.items():
-            while gate.is_free and _head(queue) is not None:
-                self._grant(queue, gate)
-        while _head(self._waiting) is not None:
-            free = least_busy(self.gates)
-            if free is None:
-                return
-            self._grant(self._waiting, free)
+        """Grant what can be granted; to be called after any change of a lane."""
+        while self._waiting:
+            waiter = self._waiting[0]
+            if not waiter.granted.done():
+                # Asked now: it may have become a suspect while it waited.
+                is_alone = self._is_suspect(waiter.ordinal)
+                lane = self._least_loaded(is_alone=is_alone)
+                if lane is None:
+                    return
+                lane.num_in_flight += 1
+                lane.num_tokens += waiter.num_tokens
+                lane.is_taken_whole = is_alone
+                waiter.granted.set_result(
+                    Slot(
+                        lane=lane,
+                        num_tokens=waiter.num_tokens,
+                        is_alone=is_alone,
+                        _wake=self.wake,
+                    )
+                )
+            self._waiting.popleft()
 
-    def _grant_lonely(self) -> None:
-        head = _head(self._lonely)
-        kept = self._kept
-        if kept is not None and kept.is_kept and kept.num_in_flight:
-            return  # it is being emptied, or its prompt is on its way
-        if kept is not None and (head is None or not kept.is_open or head.only not in (None, kept)):
-            kept.is_kept = False
-            self._kept = kept = None
-        if head is None:
-            return
-        if kept is None:
-            candidates = [gate for gate in self.gates if gate.is_open]
-            if head.only is not None:
-                candidates = [gate for gate in candidates if gate is head.only]
-            kept = min(candidates, key=lambda gate: gate.num_tokens, default=None)
-            if kept is None:
-                return
-            kept.is_kept = True
-            self._kept = kept
-        if not kept.num_in_flight:
-            self._grant(self._lonely, kept)
-
-    def _grant(self, queue: deque[_Waiter], gate: Gate) -> None:
-        waiter = queue.popleft()
-        gate.num_in_flight += 1
-        gate.num_tokens += waiter.num_tokens
-        turn = Turn(gate=gate, num_tokens=waiter.num_tokens, is_alone=waiter.is_alone, _turns=self)
-        waiter.granted.set_result(turn)
-
-    def _release(self, turn: Turn) -> None:
-        turn.gate.num_in_flight -= 1
-        turn.gate.num_tokens -= turn.num_tokens
-        if turn.is_alone:
-            turn.gate.is_kept = False
-            if self._kept is turn.gate:
-                self._kept = None
-        self.wake()
-
-
-def _head(queue: deque[_Waiter]) -> _Waiter | None:
-    """The first that still waits."""
-    while queue and queue[0].granted.done():
-        queue.popleft()
-    return queue[0] if queue else None
+    def _least_loaded(self, *, is_alone: bool) -> Lane | None:
+        """The lane with the fewest tokens in flight that has room."""
+        free = (lane for lane in self.lanes if lane.has_room(is_alone=is_alone))
+        return min(free, key=lambda lane: lane.num_tokens, default=None)

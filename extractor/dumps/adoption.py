@@ -43,7 +43,7 @@ def find_adoptable(
                 ordinal = ordinal_of(header.rid, run_id=run_id)
                 if ordinal is None or not is_wanted(ordinal):
                     continue
-                if check_header(header, rank.ready) or header.weights != rank.ready.weights:
+                if check_header(header, rank.ready) or header.weights != rank.ready.weights.id:
                     continue
                 piece = Piece(start=header.start, rows=header.rows, handle=arrival)
                 by_rid.setdefault(header.rid, []).append(piece)

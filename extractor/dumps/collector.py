@@ -11,6 +11,7 @@ from pathlib import Path
 from extractor.core.checks import check_header
 from extractor.core.errors import ConfigMismatch, PluginError, ServerError
 from extractor.core.failure import Failure
+from extractor.core.timings import DEFAULT_TIMINGS, CollectTimings
 from extractor.dumps.correlator import Correlator, Match, Piece
 from extractor.dumps.discovery import is_alive, scan_writers
 from extractor.dumps.dump_reader import (
@@ -28,14 +29,6 @@ from server_patch.dump_format import TEMPORARY_PREFIX, DumpHeader, Ready
 
 logger = logging.getLogger(__name__)
 
-#: So small a dump is read with its header: opening it a second time would cost more than its bytes,
-#: of which no more are kept than of the prompts under way.
-WHOLE_BYTES = 64 << 10
-#: Maximum files to open before other tasks of the event loop get a turn.
-READS_AT_ONCE = 256
-#: At the end, dumps of requests that were given up get so long to come and be removed.
-LATE_DUMPS_S = 2.0
-
 Collected = Sequence[DumpPiece] | Failure
 
 
@@ -44,12 +37,23 @@ class Collector:
     removed. All others belong to other runs and are left alone."""
 
     def __init__(
-        self, ranks: Sequence[Rank], *, rid_prefix: str, is_skipping: bool = False
+        self,
+        ranks: Sequence[Rank],
+        *,
+        rid_prefix: str,
+        is_skipping: bool = False,
+        timings: CollectTimings = DEFAULT_TIMINGS.collect,
     ) -> None:
         """`is_skipping`: ignore all files that exist now; they cannot be ours."""
         self._ranks = tuple(ranks)
+        self._timings = timings
         self._watcher = DumpWatcher(
-            ranks, rid_prefix=rid_prefix, whole_bytes=WHOLE_BYTES, is_skipping=is_skipping
+            ranks,
+            rid_prefix=rid_prefix,
+            # Opening a small dump a second time would cost more than keeping its bytes.
+            whole_bytes=timings.whole_bytes,
+            is_skipping=is_skipping,
+            timings=timings,
         )
         self._correlator = Correlator[DumpFile]()
         self._waiting: dict[str, asyncio.Future[Collected]] = {}
@@ -87,7 +91,7 @@ class Collector:
     async def run(self) -> None:
         """Poll until cancelled. Raises what `poll` raises."""
         while True:
-            self.poll(most=READS_AT_ONCE)
+            self.poll(most=self._timings.reads_at_once)
             await self._watcher.wait()
 
     def poll(self, *, most: int | None = None) -> None:
@@ -100,8 +104,8 @@ class Collector:
             arrivals = self._watcher.poll(most=most)
         except FileNotFoundError as error:
             raise PluginError(
-                f"the dump directory {error.filename} is gone; "
-                "restart the server and run the same command again"
+                f"the dump directory {error.filename} is gone",
+                "Restart the server and run the same command again.",
             ) from error
         for rank, arrival in arrivals:
             self._take(rank, arrival)
@@ -113,10 +117,13 @@ class Collector:
             self.drop(rid, collected)
         self.poll()
 
-    async def clear(self, *, patience_s: float = LATE_DUMPS_S) -> None:
-        """Sweep, and go on until the dumps of abandoned requests came too, or time is up."""
+    async def clear(self, *, patience_s: float | None = None) -> None:
+        """Sweep, and go on until the dumps of abandoned requests came too, or time is up.
+
+        `patience_s`: None for the time that late dumps get.
+        """
         loop = asyncio.get_running_loop()
-        until = loop.time() + patience_s
+        until = loop.time() + (self._timings.late_dumps_s if patience_s is None else patience_s)
         with suppress(ServerError):
             self.sweep()
             while self.abandoned and loop.time() < until and self._is_served():
@@ -168,7 +175,7 @@ class Collector:
                 )
                 return
             case Match.COMPLETE | Match.WAITING:
-                if header.weights != rank.ready.weights:
+                if header.weights != rank.ready.weights.id:
                     raise ConfigMismatch(_weights_changed(header, rank.ready))
                 failure = check_header(header, rank.ready)
                 if failure is not None:
@@ -195,10 +202,10 @@ class Collector:
 
 def _weights_changed(header: DumpHeader, ready: Ready) -> str:
     return (
-        f"the weights of the server on port {ready.port} were updated during the run: they were "
-        f"{ready.weights} when it began, request {header.rid} ran on {header.weights}. No row of "
-        "the new weights was stored. Restart the server with the old weights and run the same "
-        "command, or use another --out for the new ones."
+        f"the weights of the server on port {ready.process.port} were updated during the run: they "
+        f"were {ready.weights.id} when it began, request {header.rid} ran on {header.weights}. "
+        "No row of the new weights was stored. Restart the server with the old weights and run the "
+        "same command, or use another --out for the new ones."
     )
 
 

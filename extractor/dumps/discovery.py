@@ -85,7 +85,7 @@ def scan_writers(root: Path) -> Writers:
 
 def is_alive(ready: Ready) -> bool:
     """Whether the very process that wrote READY.json still runs."""
-    return is_same_process(ready.pid, ready.pid_start_ticks, ready.pid_namespace)
+    return is_same_process(ready.process.pid, ready.process.start_ticks, ready.process.namespace)
 
 
 def ranks_of(
@@ -100,13 +100,13 @@ def ranks_of(
     """
     port, host = urlsplit(url).port, urlsplit(url).hostname
     taken = {urlsplit(other).port for other in others}
-    same_port = [rank for rank in writers.alive if rank.ready.port == port]
+    same_port = [rank for rank in writers.alive if rank.ready.process.port == port]
     same_model = [
         rank
         for rank in writers.alive
-        if rank.ready.model_path == model_path and rank.ready.port not in taken
+        if rank.ready.model.path == model_path and rank.ready.process.port not in taken
     ]
-    same_address = [rank for rank in same_port if _is_same_host(rank.ready.host, host)]
+    same_address = [rank for rank in same_port if _is_same_host(rank.ready.process.host, host)]
     boots = {rank.ready.boot_id for rank in same_address or same_port or same_model}
     if not boots:
         raise _absent(writers, url)
@@ -129,11 +129,11 @@ def ranks_of(
 
 def _require_whole(ranks: Sequence[Rank], writers: Writers) -> None:
     ready = ranks[0].ready
-    missing = set(range(ready.dp_size)) - {rank.ready.rank for rank in ranks}
+    missing = set(range(ready.engine.dp_size)) - {rank.ready.rank for rank in ranks}
     if missing:
         raise PluginError(
             f"{writers.root / ready.boot_id}: data-parallel rank(s) {sorted(missing)} of "
-            f"{ready.dp_size} have no live {READY_NAME}; see the server's log"
+            f"{ready.engine.dp_size} have no live {READY_NAME}; see the server's log"
         )
 
 
@@ -177,8 +177,9 @@ def _absent(writers: Writers, url: str) -> ExtractorError:
     if writers.dead:
         return PluginError(
             f"the server(s) that announced themselves under {root} are dead "
-            f"(pid {', '.join(str(rank.ready.pid) for rank in writers.dead)}), and the one at "
-            f"{url} did not. Start it with `extractor serve`, or with SGLANG_HS_DUMP_DIR set."
+            f"(pid {', '.join(str(rank.ready.process.pid) for rank in writers.dead)}), and the "
+            f"one at {url} did not. Start it with `extractor serve`, or with SGLANG_HS_DUMP_DIR "
+            "set."
         )
     if not (writers.alive or root == DEFAULT_DUMP_ROOT or _dump_root_of_server(url)):
         state = "holds no server's dumps" if root.exists() else "does not exist"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from extractor.core.rids import run_of
+from extractor.core.timings import DEFAULT_TIMINGS, CollectTimings
 from extractor.dumps.correlator import Piece
 from extractor.system.inotify import DirectoryWatch
 from server_patch.dump_format import (
@@ -27,8 +28,6 @@ from server_patch.dump_format import (
 
 #: An error record is a few hundred bytes.
 MAX_ERROR_BYTES = 1 << 20
-#: Names of other runs' removed files to keep before they are purged.
-MAX_STALE_NAMES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +85,7 @@ class DumpWatcher:
         rid_prefix: str = "",
         whole_bytes: int = 0,
         is_skipping: bool = False,
+        timings: CollectTimings = DEFAULT_TIMINGS.collect,
     ) -> None:
         """`rid_prefix`: report only files whose rid begins with it. `whole_bytes`: dumps up to this
         size are read whole and kept in memory with their header. `is_skipping`: never open files
@@ -94,7 +94,10 @@ class DumpWatcher:
         self._run_id = run_of(rid_prefix)
         self._whole_bytes = whole_bytes
         self._ranks = {rank.directory: rank for rank in ranks}
-        self._watch = DirectoryWatch(tuple(self._ranks), is_wanted=_is_wanted)
+        self._max_stale_names = timings.max_stale_names
+        self._watch = DirectoryWatch(
+            tuple(self._ranks), is_wanted=_is_wanted, timings=timings.listing
+        )
         self._unread: deque[tuple[Rank, str]] = deque()
         if is_skipping:
             self._watch.skip()
@@ -150,7 +153,7 @@ class DumpWatcher:
     def _forget_removed(self) -> None:
         """Purge the names of other runs' files that were removed."""
         for directory, rank in self._ranks.items():
-            if len(rank.others) > self._watch.num_reported(directory) + MAX_STALE_NAMES:
+            if len(rank.others) > self._watch.num_reported(directory) + self._max_stale_names:
                 for name in [*rank.others]:
                     if not self._watch.is_reported(directory, name):
                         del rank.others[name]

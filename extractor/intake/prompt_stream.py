@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 
+from extractor.core.timings import DEFAULT_TIMINGS, DispatchTimings
 from prompts.inputs import InputFile
 from prompts.pool import RendererPool
 from prompts.reading_options import ReadingOptions
@@ -21,10 +22,6 @@ from prompts.types import BadRow, Prompt
 
 logger = logging.getLogger(__name__)
 
-#: A visit to the reading thread ends with so many prompts, or the first after so long: a turn of
-#: threads costs as much as reading a small prompt, and a large one is not to wait for others.
-READ_BATCH = 128
-READ_BATCH_S = 0.01
 #: With fewer rows to do, processes cost more seconds to start than they save.
 LEAST_ROWS_FOR_WORKERS = 5000
 MAX_WORKERS = 8
@@ -65,15 +62,17 @@ def prompts_of(
         yield pool.prompts_from(raw_rows(files, renderer.options, skip=skip))
 
 
-async def in_thread(rows: Iterator[Prompt | BadRow]) -> AsyncGenerator[Prompt | BadRow, None]:
+async def in_thread(
+    rows: Iterator[Prompt | BadRow], timings: DispatchTimings = DEFAULT_TIMINGS.dispatch
+) -> AsyncGenerator[Prompt | BadRow, None]:
     """The same rows, made one small batch ahead of whoever consumes them."""
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="reader")
 
     def next_batch() -> list[Prompt | BadRow]:
-        until = time.monotonic() + READ_BATCH_S
+        until = time.monotonic() + timings.read_s
         batch: list[Prompt | BadRow] = []
-        for row in islice(rows, READ_BATCH):
+        for row in islice(rows, timings.read_rows):
             batch.append(row)
             if time.monotonic() >= until:
                 break

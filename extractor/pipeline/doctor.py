@@ -1,4 +1,4 @@
-"""`extractor doctor`: what a run needs, one line each: OK, or PROBLEM and what to do."""
+"""Checks the requirements of a run, for `extractor doctor`: OK or PROBLEM, and the remedy."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from extractor.servers.shm_budget import headroom, shm_budget
 from extractor.servers.target import Target, limits_of, require_plugin, require_server
 from extractor.shards.output_dir import manifest_warning, prepare_out
 from extractor.system.files import free_bytes, require_directory
+from extractor.system.shared_memory import unused_files
 
 LEAST_FILES = 1024
+MAX_SHOWN_FILES = 5
 
 Result = TypeVar("Result")
 
@@ -67,19 +69,20 @@ async def examine(
             "plugin",
             _async(lambda: require_plugin(dump_root, url=url, facts=facts)),
             lambda ranks: (
-                f"version {ranks[0].ready.plugin_version}, {len(ranks)} writer(s), "
-                f"pid {ranks[0].ready.pid}, {ranks[0].directory}"
+                f"version {ranks[0].ready.capture.plugin_version}, {len(ranks)} writer(s), "
+                f"pid {ranks[0].ready.process.pid}, {ranks[0].directory}"
             ),
         )
         yield check
         if ranks is None:
             return
         ready = ranks[0].ready
+        layout = ready.layout
         yield Check(
             name="layers",
             problem=None,
-            detail=f"boundaries {list(ready.boundaries)} of {ready.num_layers} layers, last state "
-            f"{ready.last_kind}, {ready.dtype}, hidden size {ready.hidden_size}",
+            detail=f"boundaries {list(layout.boundaries)} of {ready.model.num_layers} layers, "
+            f"last state {layout.last_kind}, {layout.dtype}, hidden size {layout.hidden_size}",
         )
         check, limits = await _try(
             "limits",
@@ -202,11 +205,12 @@ def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
             "dumps under a live server are those of a run that goes on, or were left by a killed "
             "one: then the same `extractor run` adopts them, or end the server and use --clean"
         )
-    detail = "; ".join(waiting) or "none"
+    notes = [*waiting, *_shared_memory()]
+    detail = "; ".join(notes) or "none"
     if removed:
         size = amount(sum(leftover.size_bytes for leftover in removed))
         detail = f"removed {size}: " + ", ".join(str(leftover.path) for leftover in removed)
-        detail = "; ".join([detail, *waiting])
+        detail = "; ".join([detail, *notes])
     if not left:
         return Check(name="leftovers", problem=None, detail=detail)
     lines = [
@@ -218,4 +222,18 @@ def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
             "the next `extractor run` of the same --out adopts its own dumps; "
             f"`extractor doctor --clean` removes {'all' if is_all else 'what dead servers left'}"
         )
-    return Check(name="leftovers", problem="; ".join([*lines, *waiting]))
+    return Check(name="leftovers", problem="; ".join([*lines, *notes]))
+
+
+def _shared_memory() -> list[str]:
+    """The files that killed servers left in /dev/shm: too small to be a problem."""
+    unused = unused_files()
+    if not unused:
+        return []
+    names = ", ".join(str(path) for path in [*unused][:MAX_SHOWN_FILES])
+    more = ", …" if len(unused) > MAX_SHOWN_FILES else ""
+    return [
+        f"{counted(len(unused), 'file')} of SGLang's that no process here uses "
+        f"({amount(sum(unused.values()))}: {names}{more}): unless a server runs in another "
+        "container, remove them by hand"
+    ]

@@ -1,34 +1,31 @@
-"""`extractor run --dry-run`: what the run would do, without a trace of it."""
+"""Predicts a run without writing anything, for `extractor run --dry-run`."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import tempfile
-import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from extractor.core.admission import Admission, Room, token_bound
 from extractor.core.errors import BadDumpDir, PluginError, ServerUnreachable, UsageError
 from extractor.core.events import Reporter
-from extractor.core.failure import Failure
 from extractor.core.humanize import counted
 from extractor.core.layout import Layout
-from extractor.core.request import Limits, Request
+from extractor.core.request import Limits
 from extractor.core.run_options import RunOptions
-from extractor.dispatch.limiter import MOST_LIMIT
-from extractor.dispatch.places import LIGHT_BYTES, num_places
-from extractor.dispatch.server_pool import require_connections
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
+from extractor.dispatch.budget import max_prompts
+from extractor.dispatch.limiter import MAX_DEFAULT_LIMIT
+from extractor.dispatch.server import require_connections
 from extractor.intake.prompt_files import scan_prompts
 from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of, renderer_for
-from extractor.pipeline.forecast import Forecast, Speed, forecast_document, forecast_text
+from extractor.pipeline.forecast import DryRun, Forecast
+from extractor.pipeline.speed_probe import measured_speed
 from extractor.servers.client import Client, clients_of
 from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, boundaries_of
 from extractor.servers.shm_budget import shm_budget
@@ -36,43 +33,15 @@ from extractor.servers.target import Target, require_targets
 from extractor.status.watcher import Watcher
 from extractor.system.files import free_bytes
 from manifest.exceptions import ManifestMissing
-from prompts.types import Prompt
 
-#: How long the probe of the server's speed sends prompts.
-PROBE_S = 5.0
-#: Requests that the probe has in flight with each server, where no number was named.
+#: Requests in flight with each server while its speed is measured, if --concurrency is not given.
 PROBE_CONCURRENCY = 64
-#: The rids of the probe: without the prefix of ours, so that the plugin dumps nothing.
-PROBE_RID = "dry-run"
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun:
-    """What a dry run found out."""
-
-    forecast: Forecast
-    speed: Speed | None
-    why_no_speed: str
-    free_bytes: int  # where the data set would be written
-
-    def to_document(self) -> dict[str, Any]:
-        """The stable JSON of `extractor run --dry-run --json`."""
-        return {**forecast_document(self.forecast, self.speed), "free_bytes": self.free_bytes}
-
-    def to_text(self) -> str:
-        """What `extractor run --dry-run` prints."""
-        return forecast_text(
-            self.forecast,
-            self.speed,
-            free_bytes=self.free_bytes,
-            why_no_speed=self.why_no_speed,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Surroundings:
-    """What is known of the server, or of the model where there is no server."""
+    """The properties of the server, or of the model where there is no server."""
 
     tokenizer: str
     limits: Limits | None = None
@@ -81,7 +50,9 @@ class _Surroundings:
     why_no_speed: str = ""
 
 
-async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
+async def dry_run(
+    options: RunOptions, reporter: Reporter, *, timings: Timings = DEFAULT_TIMINGS
+) -> DryRun:
     """Tokenise every row and count. Sends a few prompts to the server, if one answers, to measure
     its speed; writes nothing.
 
@@ -99,16 +70,18 @@ async def dry_run(options: RunOptions, reporter: Reporter) -> DryRun:
         options.servers.urls,
         concurrency=concurrency,
         request_timeout_s=options.patience.request_timeout_s,
+        timings=timings.client,
     ) as clients:
         around = await _surroundings(options, clients, reporter)
         forecast = await _forecast(options, around, reporter)
         speed = None
-        if around.targets and forecast.sample:
+        if around.targets and forecast.sample.prompts:
             answering = {target.url for target in around.targets}
-            speed = await _measured(
+            speed = await measured_speed(
                 [client for client in clients if client.url in answering],
-                forecast.sample,
+                forecast.sample.prompts,
                 concurrency,
+                probe_s=timings.probe.speed_s,
             )
     return DryRun(
         forecast=forecast,
@@ -195,8 +168,9 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         admission=Admission(options.input.policy, around.limits, room),
         limits=around.limits,
         room=room,
-        num_held=num_places((options.load.concurrency or MOST_LIMIT) * len(options.servers.urls)),
-        light_bytes=LIGHT_BYTES,
+        num_held=max_prompts(
+            (options.load.concurrency or MAX_DEFAULT_LIMIT) * len(options.servers.urls)
+        ),
         shard_bytes=options.output.shard_bytes,
         num_movers=options.load.num_movers,
     )
@@ -223,38 +197,6 @@ def _budget(options: RunOptions, around: _Surroundings) -> int:
     if options.load.shm_budget_bytes is not None:
         return options.load.shm_budget_bytes
     return free_bytes(_nearest(options.servers.dump_root)) // 2
-
-
-async def _measured(
-    clients: Sequence[Client], prompts: Sequence[Prompt], concurrency: int
-) -> Speed | None:
-    """The servers' prefill speed, from as many of the prompts as they take in `PROBE_S`."""
-    # Several dry runs may use one server at the same time, and it rejects duplicate rids.
-    rid = f"{PROBE_RID}-{secrets.token_hex(4)}"
-    waiting = deque(enumerate(prompts))
-    num_tokens = num_prompts = 0
-    started = time.monotonic()
-
-    async def send(client: Client) -> None:
-        nonlocal num_tokens, num_prompts
-        while waiting and time.monotonic() - started < PROBE_S:
-            number, prompt = waiting.popleft()
-            reply = await client.generate(Request(rid=f"{rid}-{number}", prompt=prompt))
-            if not isinstance(reply, Failure):
-                num_tokens += prompt.num_tokens
-                num_prompts += 1
-
-    for client in clients:
-        await client.generate(Request(rid=f"{rid}-warm-up", prompt=prompts[0]))
-    started = time.monotonic()
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(concurrency, len(prompts))):
-            for client in clients:
-                tasks.create_task(send(client))
-    seconds = time.monotonic() - started
-    if not num_tokens:
-        return None
-    return Speed(tokens_per_s=num_tokens / seconds, num_prompts=num_prompts, seconds=seconds)
 
 
 def _nearest(path: Path) -> Path:

@@ -1,12 +1,10 @@
-"""What a run would do, from the rows alone: counts, lengths, bytes. Pure; memory does not grow
-with the number of rows."""
+"""Predicts the size of a run from its rows. Pure; memory does not grow with their number."""
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,179 +20,195 @@ SAMPLED = 256
 
 
 @dataclass(kw_only=True)
-class Forecast:
-    """Filled row by row."""
+class RowCounts:
+    """The rows of the input by outcome, and the prompts by length."""
 
-    admission: Admission
-    limits: Limits | None  # None where no server told them
-    room: Room | None  # None where the states' shape is not known
-    num_held: int  # most prompts of any size whose dumps can lie under the dump root at a time
-    light_bytes: int  # of dumps of small prompts besides
-    shard_bytes: int
-    num_movers: int
-
-    num_rows: int = 0
-    by_reason: Counter[str] = field(default_factory=Counter)
+    total: int = 0
+    by_reason: Counter[str] = field(default_factory=Counter)  # without a prompt
     by_alteration: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)  # prompts by number of tokens
     trained_tokens: int = 0
-    untrained: int = 0
-    data_bytes: int = 0
-    sample: list[Prompt] = field(default_factory=list)
-    _dumps_bytes: int = 0  # of all prompts
-    _largest: list[int] = field(default_factory=list)  # a heap of the largest dumps
-    _chance: random.Random = field(default_factory=lambda: random.Random(0))
+    untrained: int = 0  # prompts without a trained token
 
-    def add(self, row: Prompt | BadRow) -> None:
-        """Count one row as a run would. Raises RowRefused where the policy asks for a stop."""
-        self.num_rows += 1
-        judged = self.admission.judge(row)
-        if isinstance(judged, Refusal):
-            self.by_reason[judged.reason.value] += 1
-            return
-        self.lengths[judged.num_tokens] += 1
-        self.trained_tokens += judged.num_trained
-        self.untrained += not judged.num_trained
-        self.by_alteration.update(alteration.value for alteration in judged.alterations)
-        if self.room is not None:
-            self.data_bytes += sample_bytes(judged.num_tokens, self.room.layout)
-            if self.limits is not None:
-                size = dump_bytes(judged.num_tokens, self.room.layout, self.limits)
-                self._dumps_bytes += size
-                keep = heapq.heappush if len(self._largest) < self.num_held else heapq.heappushpop
-                keep(self._largest, size)
-        self._take_sample(judged)
-
-    def _take_sample(self, prompt: Prompt) -> None:
-        if len(self.sample) < SAMPLED:
-            self.sample.append(prompt)
-        elif (place := self._chance.randrange(self.num_prompts)) < SAMPLED:
-            self.sample[place] = prompt
+    def add(self, prompt: Prompt) -> None:
+        self.lengths[prompt.num_tokens] += 1
+        self.trained_tokens += prompt.num_trained
+        self.untrained += not prompt.num_trained
+        self.by_alteration.update(alteration.value for alteration in prompt.alterations)
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts would be sent."""
+        """Prompts to send."""
         return self.lengths.total()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all of them."""
+        """Tokens of all prompts."""
         return sum(length * count for length, count in self.lengths.items())
+
+    def quantiles(self) -> dict[str, int]:
+        """For each of QUANTILES, the length in tokens that this share of the prompts does not
+        exceed; and the extremes."""
+        if not self.lengths:
+            return {}
+        shown = {"min": min(self.lengths)}
+        so_far = 0
+        wanted = deque(QUANTILES)
+        for length in sorted(self.lengths):
+            so_far += self.lengths[length]
+            while wanted and so_far >= wanted[0] * self.num_prompts:
+                shown[f"p{wanted.popleft() * 100:g}"] = length
+        return {**shown, "max": max(self.lengths)}
+
+
+class FairSample:
+    """Up to `size` prompts, each of those seen with the same probability."""
+
+    def __init__(self, size: int) -> None:
+        self.prompts: list[Prompt] = []
+        self._size = size
+        self._num_seen = 0
+        self._chance = random.Random(0)
+
+    def add(self, prompt: Prompt) -> None:
+        self._num_seen += 1
+        if len(self.prompts) < self._size:
+            self.prompts.append(prompt)
+        elif (place := self._chance.randrange(self._num_seen)) < self._size:
+            self.prompts[place] = prompt
+
+
+@dataclass(kw_only=True)
+class Forecast:
+    """The size of a run's output and dumps, filled row by row."""
+
+    admission: Admission
+    limits: Limits | None  # None: unknown, without a server
+    room: Room | None  # None: the states' shape is unknown
+    num_held: int  # most prompts whose dumps can lie under the dump root at a time
+    shard_bytes: int
+    num_movers: int
+    rows: RowCounts = field(init=False, default_factory=RowCounts)
+    sample: FairSample = field(init=False, default_factory=lambda: FairSample(SAMPLED))
+    data_bytes: int = field(init=False, default=0)
+    _largest: list[int] = field(init=False, default_factory=list)  # a heap of the largest dumps
+
+    def add(self, row: Prompt | BadRow) -> None:
+        """Count one row as a run would. Raises RowRefused where the policy asks for a stop."""
+        self.rows.total += 1
+        judged = self.admission.judge(row)
+        if isinstance(judged, Refusal):
+            self.rows.by_reason[judged.reason.value] += 1
+            return
+        self.rows.add(judged)
+        self.sample.add(judged)
+        if self.room is not None:
+            self.data_bytes += sample_bytes(judged.num_tokens, self.room.layout)
+            if self.limits is not None:
+                size = dump_bytes(judged.num_tokens, self.room.layout, self.limits)
+                keep = heapq.heappush if len(self._largest) < self.num_held else heapq.heappushpop
+                keep(self._largest, size)
 
     @property
     def shm_peak_bytes(self) -> int | None:
-        """Most bytes under the dump root; None where that is not known."""
+        """Most bytes under the dump root; None: unknown."""
         if self.room is None or self.limits is None:
             return None
-        largest = sum(self._largest)
-        light = min(self.light_bytes, self._dumps_bytes - largest)
-        return min(self.room.budget_bytes, largest + light)
+        return min(self.room.budget_bytes, sum(self._largest))
 
     @property
     def num_shards(self) -> int | None:
-        """About how many files there will be; None where that is not known."""
+        """About how many files there will be; None: unknown."""
         if self.room is None:
             return None
+        num_prompts = self.rows.num_prompts
         by_size = -(-self.data_bytes // self.shard_bytes)
-        by_header = -(-self.num_prompts // samples_that_fit(MAX_ROOM_BYTES, self.room.layout))
-        return max(by_size, by_header, min(self.num_movers, self.num_prompts))
+        by_header = -(-num_prompts // samples_that_fit(MAX_ROOM_BYTES, self.room.layout))
+        return max(by_size, by_header, min(self.num_movers, num_prompts))
 
     @property
     def output_bytes(self) -> int | None:
-        """Bytes of all shards, headers included; None where that is not known."""
+        """Bytes of all shards, headers included; None: unknown."""
         if self.room is None or not (num_shards := self.num_shards):
             return None if self.room is None else 0
-        per_shard = -(-self.num_prompts // num_shards)
+        per_shard = -(-self.rows.num_prompts // num_shards)
         return self.data_bytes + num_shards * header_room(per_shard, self.room.layout)
-
-    def quantiles(self) -> dict[str, int]:
-        """Lengths in tokens that so many of the prompts do not exceed."""
-        if not self.lengths:
-            return {}
-        wanted = {f"p{quantile * 100:g}": quantile for quantile in QUANTILES}
-        return {
-            "min": min(self.lengths),
-            **dict(zip(wanted, _quantiles(self.lengths, wanted.values()), strict=True)),
-            "max": max(self.lengths),
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a probe of the server measured."""
+    """The prefill speed of the servers, as measured."""
 
     tokens_per_s: float
     num_prompts: int
     seconds: float
 
 
-def forecast_document(forecast: Forecast, speed: Speed | None) -> dict[str, Any]:
-    """The stable JSON of `extractor run --dry-run --json`."""
-    return {
-        "rows": forecast.num_rows,
-        "prompts": forecast.num_prompts,
-        "failed": dict(sorted(forecast.by_reason.items())),
-        "altered": dict(sorted(forecast.by_alteration.items())),
-        "untrained": forecast.untrained,
-        "tokens": forecast.num_tokens,
-        "trained_tokens": forecast.trained_tokens,
-        "lengths": forecast.quantiles(),
-        "bytes": forecast.output_bytes,
-        "shards": forecast.num_shards,
-        "shm_peak_bytes": forecast.shm_peak_bytes,
-        "tokens_per_s": None if speed is None else speed.tokens_per_s,
-        "eta_s": None if speed is None else forecast.num_tokens / speed.tokens_per_s,
-    }
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """The result of `extractor run --dry-run`."""
 
+    forecast: Forecast
+    speed: Speed | None
+    why_no_speed: str
+    free_bytes: int  # where the data set would be written
 
-def forecast_text(
-    forecast: Forecast, speed: Speed | None, *, free_bytes: int, why_no_speed: str
-) -> str:
-    """What `extractor run --dry-run` prints."""
-    rows = [("prompts to send", f"{forecast.num_prompts:,}")]
-    rows.append(("rows without one", f"{sum(forecast.by_reason.values()):,}"))
-    rows += [(f"  {name}", f"{count:,}") for name, count in sorted(forecast.by_reason.items())]
-    rows.append(("rows in all", f"{forecast.num_rows:,}"))
-    rows.append(("tokens", f"{forecast.num_tokens:,}"))
-    rows += [(f"  {name} of a prompt", f"{n:,}") for name, n in forecast.quantiles().items()]
-    rows.append(("trained tokens", f"{forecast.trained_tokens:,}"))
-    if forecast.untrained:
-        rows.append(("prompts without a trained token", f"{forecast.untrained:,}"))
-    for name, count in sorted(forecast.by_alteration.items()):
-        rows.append((f"prompts {name}", f"{count:,}"))
-    output, peak = forecast.output_bytes, forecast.shm_peak_bytes
-    if output is not None:
-        rows.append(("bytes to write", amount(output)))
-        rows.append(("free there", amount(free_bytes)))
-        rows.append(("shard files, about", f"{forecast.num_shards:,}"))
-    if peak is not None:
-        rows.append(("most bytes of dumps at a time", amount(peak)))
-    if speed is not None:
-        rows.append(("speed of the server", f"{speed.tokens_per_s:,.0f} tok/s"))
-        rows.append(("time it will take", duration(forecast.num_tokens / speed.tokens_per_s)))
-    lines = [table(rows)]
-    if output is None:
-        lines.append("Bytes are not known: that takes a server with the plugin, or --model FOLDER.")
-    elif output * 1.05 > free_bytes:
-        lines.append("That does not fit: free space, or name another --out.")
-    if speed is None:
-        lines.append(f"The time is not known: {why_no_speed}")
-    else:
-        lines.append(
-            f"Measured with {speed.num_prompts} of the prompts in {speed.seconds:.1f} s, "
-            "without dumps."
-        )
-    return "\n".join(lines)
+    def to_document(self) -> dict[str, Any]:
+        """The stable JSON of `extractor run --dry-run --json`."""
+        counts, speed = self.forecast.rows, self.speed
+        return {
+            "rows": counts.total,
+            "prompts": counts.num_prompts,
+            "failed": dict(sorted(counts.by_reason.items())),
+            "altered": dict(sorted(counts.by_alteration.items())),
+            "untrained": counts.untrained,
+            "tokens": counts.num_tokens,
+            "trained_tokens": counts.trained_tokens,
+            "lengths": counts.quantiles(),
+            "bytes": self.forecast.output_bytes,
+            "shards": self.forecast.num_shards,
+            "shm_peak_bytes": self.forecast.shm_peak_bytes,
+            "tokens_per_s": None if speed is None else speed.tokens_per_s,
+            "eta_s": None if speed is None else counts.num_tokens / speed.tokens_per_s,
+            "free_bytes": self.free_bytes,
+        }
 
-
-def _quantiles(counts: Counter[int], quantiles: Iterable[float]) -> list[int]:
-    total = counts.total()
-    found = []
-    for quantile in quantiles:
-        seen = 0
-        for length in sorted(counts):
-            seen += counts[length]
-            if seen >= quantile * total:
-                found.append(length)
-                break
-    return found
+    def to_text(self) -> str:
+        """The output of `extractor run --dry-run`."""
+        counts, speed = self.forecast.rows, self.speed
+        rows = [("prompts to send", f"{counts.num_prompts:,}")]
+        rows.append(("rows without one", f"{sum(counts.by_reason.values()):,}"))
+        rows += [(f"  {name}", f"{count:,}") for name, count in sorted(counts.by_reason.items())]
+        rows.append(("rows in all", f"{counts.total:,}"))
+        rows.append(("tokens", f"{counts.num_tokens:,}"))
+        rows += [(f"  {name} of a prompt", f"{n:,}") for name, n in counts.quantiles().items()]
+        rows.append(("trained tokens", f"{counts.trained_tokens:,}"))
+        if counts.untrained:
+            rows.append(("prompts without a trained token", f"{counts.untrained:,}"))
+        for name, count in sorted(counts.by_alteration.items()):
+            rows.append((f"prompts {name}", f"{count:,}"))
+        output, peak = self.forecast.output_bytes, self.forecast.shm_peak_bytes
+        if output is not None:
+            rows.append(("bytes to write", amount(output)))
+            rows.append(("free there", amount(self.free_bytes)))
+            rows.append(("shard files, about", f"{self.forecast.num_shards:,}"))
+        if peak is not None:
+            rows.append(("peak /dev/shm", amount(peak)))
+        if speed is not None:
+            rows.append(("speed of the server", f"{speed.tokens_per_s:,.0f} tok/s"))
+            rows.append(("estimated time", duration(counts.num_tokens / speed.tokens_per_s)))
+        lines = [table(rows)]
+        if output is None:
+            lines.append(
+                "Bytes are not known: that takes a server with the plugin, or --model FOLDER."
+            )
+        elif output * 1.05 > self.free_bytes:
+            lines.append("That does not fit: free space, or name another --out.")
+        if speed is None:
+            lines.append(f"The time is not known: {self.why_no_speed}")
+        else:
+            lines.append(
+                f"Measured with {speed.num_prompts} of the prompts in {speed.seconds:.1f} s, "
+                "without dumps."
+            )
+        return "\n".join(lines)

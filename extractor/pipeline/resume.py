@@ -1,4 +1,4 @@
-"""What a run is and how far earlier sessions came with it, as the manifest has it."""
+"""Continues a data set: the state that earlier sessions left, and checks that nothing changed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_NAMES = 4
 
 @dataclass(kw_only=True)
 class RunState:
-    """What earlier sessions left, and the numbers of this one."""
+    """The rows that earlier sessions settled, and the counters of this one."""
 
     run_id: str
     settled: bytearray  # 1 for each row that needs no more work, by ordinal
@@ -160,7 +160,6 @@ async def begin_or_continue(
     await _require_same_prompts(owner, out, files, renderer)
     if goes_on_with != begun_with:
         await owner.call(lambda store: store.amend("reading", dict(goes_on_with.reading)))
-    await owner.call(lambda store: store.reopen_unfinished())
     return goes_on_with
 
 
@@ -172,7 +171,9 @@ async def _require_same_prompts(
     This detects a change of anything that prompts depend on but the identity does not name, and
     costs a few rows. Planned rows are compared one by one when they are read again.
     """
-    stored = {row.ordinal: row for row in await owner.call(lambda s: s.first_stored(NUM_COMPARED))}
+    stored = {
+        row.ordinal: row.prompt for row in await owner.call(lambda s: s.first_stored(NUM_COMPARED))
+    }
     if not stored:
         return
 
@@ -181,17 +182,17 @@ async def _require_same_prompts(
         return list(islice(skip_others, len(stored)))
 
     for item in await asyncio.to_thread(read):
-        row = stored[item.ordinal]
-        if isinstance(item, Prompt) and Alteration.TRUNCATED in row.alterations:
-            item = item.cut(row.num_tokens or 1)
-        if isinstance(item, Prompt) and item.key == row.key:
+        before = stored[item.ordinal]
+        if isinstance(item, Prompt) and Alteration.TRUNCATED in before.alterations:
+            item = item.cut(before.num_tokens)
+        if isinstance(item, Prompt) and item.key == before.key:
             continue
         now = f"{item.num_tokens} tokens" if isinstance(item, Prompt) else item.reason
-        before = (await owner.call(Store.identity)).get(LIBRARIES, {})
+        libraries = (await owner.call(Store.identity)).get(LIBRARIES, {})
         raise ConfigMismatch(
             f"{out}: {item.origin}: row {item.ordinal} gives another prompt than the "
-            f"one that is stored: {row.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
-            + _other_versions(before)
+            f"one that is stored: {before.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
+            + _other_versions(libraries)
             + (CLOCK_ADVICE if renderer.now else "")
         )
 

@@ -1,4 +1,4 @@
-"""`extractor show`: one row as the model and the drafter will see it."""
+"""Shows one row as the model and the drafter will see it, for `extractor show`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 
 from extractor.core.errors import UsageError
 from extractor.core.humanize import counted, table
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.intake.prompt_files import STDIN_NAME, scan_prompts
-from extractor.servers.client import INFO_TIMEOUT_S, Client
+from extractor.servers.client import Client
 from prompts.paths import STDIN
 from prompts.render import Renderer
 from prompts.stream import raw_rows
@@ -36,7 +37,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """One row and what becomes of it."""
+    """One row, and its prompt or the reason why it gives none."""
 
     item: Prompt | BadRow
     num_rows: int  # of all files
@@ -101,7 +102,9 @@ class Shown:
 
 async def server_tokenizer(url: str) -> str:
     """Path of the tokenizer that the server uses. Raises UsageError where none answers."""
-    async with Client(url, concurrency=1, request_timeout_s=INFO_TIMEOUT_S) as client:
+    async with Client(
+        url, concurrency=1, request_timeout_s=DEFAULT_TIMINGS.client.info_s
+    ) as client:
         if not await client.is_answering():
             raise UsageError(
                 f"no server answers at {url}: name a --tokenizer (or none, for rows of ids)"

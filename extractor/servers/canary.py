@@ -84,7 +84,7 @@ def compare(reference: bytes, found: bytes) -> Comparison:
     Tokens whose reference state is not finite are left out. The error is infinite if the layouts
     differ, or if `found` alone has a state that is not finite.
     """
-    dtype = decode_header(reference, file_bytes=len(reference)).header.dtype
+    dtype = decode_header(reference, file_bytes=len(reference)).header.layout.dtype
     before, now = _states(reference), _states(found)
     errors = {
         name: _error(before[name], now[name])
@@ -109,8 +109,8 @@ def _states(canary: bytes) -> dict[str, npt.NDArray[np.float32]]:
             states[name] = values
             continue
         for boundary, part in zip(
-            dump.header.boundaries,
-            np.split(values, len(dump.header.boundaries), axis=1),
+            dump.header.layout.boundaries,
+            np.split(values, len(dump.header.layout.boundaries), axis=1),
             strict=True,
         ):
             states[f"h[{boundary}]"] = part

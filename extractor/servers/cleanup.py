@@ -1,25 +1,24 @@
-"""Edge: what dead servers and killed commands left under the dump root and in /dev/shm.
+"""Edge: what dead servers and killed commands left under the dump root.
 
 Ownership decides, never age: a server's directory is a leftover when the very process that wrote
-its READY.json (pid and start time) is gone. What cannot be told is listed and left alone.
+its READY.json (pid and start time) is gone. Anything whose owner is unknown is listed and left
+alone.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from extractor.core.humanize import counted
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.rids import run_of
 from extractor.dumps.discovery import scan_writers
-from extractor.system.files import write_whole
-from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
-from extractor.system.shared_memory import left_in_shared_memory, remove_shared_memory
+from extractor.system.process_id import process_start_ticks
 from server_patch.dump_format import (
     FAILED_NAME,
     READY_NAME,
@@ -28,70 +27,15 @@ from server_patch.dump_format import (
     read_header,
 )
 
-#: `<dump root>/.serve-<boot id>.json`: what a server of `extractor serve` has in /dev/shm.
-_JOURNAL_PREFIX = ".serve-"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """Something that nobody is going to use."""
+    """A directory or file that no process is going to use."""
 
     path: Path
     what: str
     size_bytes: int
     is_removable: bool  # its owner is known to be dead
-
-
-@dataclass(frozen=True, kw_only=True)
-class Journal:
-    """A server that `extractor serve` started, and the inodes it has mapped in /dev/shm.
-
-    Written while it lives: once it is dead, nothing else tells which of the files there were its.
-    """
-
-    pid: int
-    pid_start_ticks: int
-    pid_namespace: str
-    inodes: tuple[int, ...]
-
-    @staticmethod
-    def path(root: Path, boot_id: str) -> Path:
-        return root / f"{_JOURNAL_PREFIX}{boot_id}.json"
-
-    @classmethod
-    def of(cls, pid: int, inodes: Collection[int]) -> Journal | None:
-        """None when the process is gone already."""
-        start_ticks = process_start_ticks(pid)
-        if start_ticks is None:
-            return None
-        return cls(
-            pid=pid,
-            pid_start_ticks=start_ticks,
-            pid_namespace=pid_namespace(),
-            inodes=tuple(sorted(inodes)),
-        )
-
-    def write(self, root: Path, boot_id: str) -> None:
-        """Raises OSError."""
-        write_whole(self.path(root, boot_id), json.dumps(asdict(self)).encode(), mode=0o600)
-
-    @classmethod
-    def read(cls, path: Path) -> Journal:
-        """Raises OSError, ValueError."""
-        try:
-            document = json.loads(path.read_bytes())
-            return cls(
-                pid=int(document["pid"]),
-                pid_start_ticks=int(document["pid_start_ticks"]),
-                pid_namespace=str(document["pid_namespace"]),
-                inodes=tuple(int(inode) for inode in document["inodes"]),
-            )
-        except (KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"unreadable: {error!r}") from error
-
-    @property
-    def is_alive(self) -> bool:
-        return is_same_process(self.pid, self.pid_start_ticks, self.pid_namespace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,23 +71,15 @@ def find_waiting(root: Path) -> list[Waiting]:
 
 
 def find_leftovers(root: Path) -> list[Leftover]:
-    """Everything under `root`, and in /dev/shm, that no live process is known to need."""
-    return [*_of_dead_servers(root), *_without_owner(root), *_of_journals(root)]
+    """Everything under `root` that no live process is known to need."""
+    return [*_of_dead_servers(root), *_without_owner(root)]
 
 
 def remove_leftovers(root: Path) -> list[Leftover]:
-    """Remove what is removable; what was removed."""
-    removed = []
-    for leftover in find_leftovers(root):
-        if not leftover.is_removable:
-            continue
-        if leftover.path.is_dir():
-            _remove_rank(leftover.path)
-        else:
-            with suppress(OSError, ValueError):
-                remove_shared_memory(Journal.read(leftover.path).inodes)
-            leftover.path.unlink(missing_ok=True)
-        removed.append(leftover)
+    """Remove the removable leftovers and return them."""
+    removed = [leftover for leftover in find_leftovers(root) if leftover.is_removable]
+    for leftover in removed:
+        _remove_rank(leftover.path)
     return removed
 
 
@@ -159,7 +95,7 @@ def _of_dead_servers(root: Path) -> Iterator[Leftover]:
         num_dumps = len(_dumps(rank.directory))
         yield Leftover(
             path=rank.directory,
-            what=f"of the dead server {rank.ready.pid}, {counted(num_dumps, 'dump')}",
+            what=f"of the dead server {rank.ready.process.pid}, {counted(num_dumps, 'dump')}",
             size_bytes=_size(rank.directory),
             is_removable=True,
         )
@@ -175,9 +111,6 @@ def _without_owner(root: Path) -> Iterator[Leftover]:
             continue  # it serves, without capturing
         what = f"of the server {pid}, whose plugin gave up"
         if pid is None:
-            pid = _dead_starter(root, directory.parent.name)
-            what = f"of the server {pid}, which died in its start"
-        if pid is None:
             what = (
                 "a server is starting there, or died in its start: if none is starting, remove it "
                 "by hand, as --clean removes only what is known to be dead"
@@ -187,34 +120,6 @@ def _without_owner(root: Path) -> Iterator[Leftover]:
             what=what,
             size_bytes=_size(directory),
             is_removable=pid is not None,
-        )
-
-
-def _dead_starter(root: Path, boot_id: str) -> int | None:
-    """The pid of the dead server of `extractor serve` that had this boot id; None where it lives,
-    or where none is known."""
-    with suppress(OSError, ValueError):
-        journal = Journal.read(Journal.path(root, boot_id))
-        return None if journal.is_alive else journal.pid
-    return None
-
-
-def _of_journals(root: Path) -> Iterator[Leftover]:
-    for path in sorted(root.glob(f"{_JOURNAL_PREFIX}*.json")):
-        try:
-            journal = Journal.read(path)
-        except (OSError, ValueError) as error:
-            what = f"{error}; if no server of `extractor serve` runs, remove it by hand"
-            yield Leftover(path=path, what=what, size_bytes=0, is_removable=False)
-            continue
-        if journal.is_alive:
-            continue
-        files = left_in_shared_memory(journal.inodes)
-        yield Leftover(
-            path=path,
-            what=f"of the dead server {journal.pid} in /dev/shm: {counted(len(files), 'file')}",
-            size_bytes=sum(_file_size(file) for file in files),
-            is_removable=True,
         )
 
 

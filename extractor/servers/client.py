@@ -21,9 +21,10 @@ from extractor.core.errors import (
     ServerUnreachable,
     UsageError,
 )
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.humanize import amount
 from extractor.core.request import Request
+from extractor.core.timings import DEFAULT_TIMINGS, ClientTimings
 from extractor.servers.connection_errors import about_proxies, detail_of, lasting_problem, own_limit
 from extractor.servers.refusals import abort_failure, http_failure
 from extractor.servers.wire import (
@@ -45,13 +46,6 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_INFO_BYTES = 16 << 20
 #: The smallest context length that a server can report: one prompt token, one generated token.
 MIN_CONTEXT_TOKENS = 2
-#: Below SGLang's own 5 s, so that we never send on a connection it is about to close.
-KEEP_ALIVE_S = 3.0
-CONNECT_TIMEOUT_S = 10.0
-INFO_TIMEOUT_S = 30.0
-ABORT_TIMEOUT_S = 2.0
-#: SGLang looks for the outcome of a health check once a second.
-AT_ONCE_S = 1.0
 
 #: What each failure of the transport means: the most specific class that fits decides.
 TRANSPORT_FAILURES: Mapping[type[Exception], str] = {
@@ -94,8 +88,16 @@ class ServerFacts:
 class Client:
     """Requests to one server, `concurrency` of them at once at most. An async context manager."""
 
-    def __init__(self, url: str, *, concurrency: int, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        concurrency: int,
+        request_timeout_s: float,
+        timings: ClientTimings = DEFAULT_TIMINGS.client,
+    ) -> None:
         self.url = url.rstrip("/")
+        self.timings = timings
         self._request_timeout_s = request_timeout_s
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
@@ -112,13 +114,13 @@ class Client:
             connector=aiohttp.TCPConnector(
                 # Room for requests about the server beside those that carry prompts.
                 limit=self._concurrency + 4,
-                keepalive_timeout=KEEP_ALIVE_S,
+                keepalive_timeout=self.timings.keep_alive_s,
             ),
             # A total timeout, since a server that sends a byte now and then could hold a request
             # for ever. The connect timeout is shorter, to know whether a request was sent.
             timeout=aiohttp.ClientTimeout(
                 total=self._request_timeout_s,
-                sock_connect=min(CONNECT_TIMEOUT_S, self._request_timeout_s / 2),
+                sock_connect=min(self.timings.connect_s, self._request_timeout_s / 2),
             ),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -149,29 +151,37 @@ class Client:
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             if (limit := own_limit(error)) is not None:
                 raise limit from error
-            # A server that took the prompt and is silent may choke on it; that counts. One that
-            # could not be reached says nothing of the prompt.
-            is_unreached = isinstance(error, aiohttp.ConnectionTimeoutError)
-            is_silent = isinstance(error, TimeoutError) and not is_unreached
-            return Failure(
-                reason=Reason.SERVER_ERROR,
-                detail=f"no complete reply in {self._request_timeout_s:g} s (--request-timeout)"
-                if is_silent
-                else transport_problem(error),
-                is_transport=not is_silent,
-                is_unsent=isinstance(error, aiohttp.ClientConnectorError) or is_unreached,
-                is_unanswered=True,
-            )
+            return self._no_answer(error)
         if not is_whole:
             return Failure(
                 reason=Reason.SERVER_ERROR,
+                kind=FailureKind.SERVER,
                 detail=f"the answer has more than {amount(MAX_REPLY_BYTES)}, where SGLang's has a "
                 "few hundred bytes: does something add states or log-probabilities to it?",
             )
         try:
             return _reply(object_of(data), rid=request.rid)
         except FieldError as error:
-            return Failure(reason=Reason.SERVER_ERROR, detail=f"not an answer of SGLang: {error}")
+            return Failure(
+                reason=Reason.SERVER_ERROR,
+                kind=FailureKind.SERVER,
+                detail=f"not an answer of SGLang: {error}",
+            )
+
+    def _no_answer(self, error: Exception) -> Failure:
+        """The failure of a request that ended without an HTTP response.
+
+        A server that took the prompt and is silent may choke on it, which counts as an attempt. A
+        server that could not be reached says nothing about the prompt.
+        """
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            kind, detail = FailureKind.UNSENT, transport_problem(error)
+        elif isinstance(error, TimeoutError):
+            kind = FailureKind.SILENT
+            detail = f"no complete reply in {self._request_timeout_s:g} s (--request-timeout)"
+        else:
+            kind, detail = FailureKind.BROKEN, transport_problem(error)
+        return Failure(reason=Reason.SERVER_ERROR, detail=detail, kind=kind)
 
     async def abort(self, rid: str) -> None:
         """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
@@ -179,7 +189,7 @@ class Client:
             async with self._http.post(
                 f"{self.url}/abort_request",
                 data=orjson.dumps({"rid": rid}),
-                timeout=aiohttp.ClientTimeout(total=ABORT_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=self.timings.abort_s),
             ):
                 pass
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
@@ -216,7 +226,7 @@ class Client:
         Does not run the model. Raises BadAddress if waiting cannot help.
         """
         try:
-            await self._get("/model_info", timeout_s=5.0)
+            await self._get("/model_info", timeout_s=self.timings.answering_s)
         except ServerUnreachable as error:
             self.silence = str(error)
             return False
@@ -237,7 +247,7 @@ class Client:
         that the forward which such a question may cost took too long.
         """
         status, took_s = await self._health()
-        if status == 503 and took_s < AT_ONCE_S:
+        if status == 503 and took_s < self.timings.at_once_s:
             return True
         return False if status == 200 else None
 
@@ -248,16 +258,15 @@ class Client:
         status: int | None = None
         with suppress(aiohttp.ClientError, TimeoutError, ConnectionError):
             async with self._http.get(
-                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=INFO_TIMEOUT_S)
+                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=self.timings.info_s)
             ) as response:
                 status = response.status
         return status, loop.time() - asked_at
 
-    async def _get(self, path: str, *, timeout_s: float = INFO_TIMEOUT_S) -> Document:
+    async def _get(self, path: str, *, timeout_s: float | None = None) -> Document:
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self.timings.info_s)
         try:
-            async with self._http.get(
-                f"{self.url}{path}", timeout=aiohttp.ClientTimeout(total=timeout_s)
-            ) as response:
+            async with self._http.get(f"{self.url}{path}", timeout=timeout) as response:
                 self.has_answered = True
                 data, is_whole = await _bounded(response, MAX_INFO_BYTES)
                 if response.status in (401, 403):
@@ -291,7 +300,9 @@ class Client:
         """The error to raise for a request that got no answer."""
         if (limit := own_limit(error)) is not None:
             return limit
-        if (problem := await lasting_problem(self.url, error)) is not None:
+        if (
+            problem := await lasting_problem(self.url, error, tls_trial_s=self.timings.tls_trial_s)
+        ) is not None:
             return BadAddress(problem)
         if isinstance(error, aiohttp.ClientConnectorDNSError):
             what = f"the host name of {self.url} cannot be resolved ({detail_of(error)}): check it"
@@ -308,21 +319,28 @@ class Client:
 
 @asynccontextmanager
 async def clients_of(
-    urls: Sequence[str], *, concurrency: int, request_timeout_s: float
+    urls: Sequence[str],
+    *,
+    concurrency: int,
+    request_timeout_s: float,
+    timings: ClientTimings = DEFAULT_TIMINGS.client,
 ) -> AsyncIterator[list[Client]]:
     """One for each server, open for the length of the block."""
     async with AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
-                Client(url, concurrency=concurrency, request_timeout_s=request_timeout_s)
+                Client(
+                    url,
+                    concurrency=concurrency,
+                    request_timeout_s=request_timeout_s,
+                    timings=timings,
+                )
             )
             for url in urls
         ]
 
 
-async def wait_until_answering(
-    clients: Sequence[Client], *, timeout_s: float, poll_s: float = 0.5
-) -> bool:
+async def wait_until_answering(clients: Sequence[Client], *, timeout_s: float) -> bool:
     """Whether any of the servers answered within `timeout_s`.
 
     Raises BadAddress at once if an address cannot work.
@@ -332,7 +350,7 @@ async def wait_until_answering(
     while not any(await asyncio.gather(*(client.is_answering() for client in clients))):
         if loop.time() >= deadline:
             return False
-        await asyncio.sleep(poll_s)
+        await asyncio.sleep(clients[0].timings.poll_s)
     return True
 
 
@@ -353,7 +371,9 @@ def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
     answered = optional(text, document, "meta_info.id")
     if answered not in (None, rid):
         return Failure(
-            reason=Reason.SERVER_ERROR, detail=f"the answer is to request {answered!r:.80}"
+            reason=Reason.SERVER_ERROR,
+            kind=FailureKind.SERVER,
+            detail=f"the answer is to request {answered!r:.80}",
         )
     if optional(mapping, document, "meta_info.finish_reason") is not None:
         if text(document, "meta_info.finish_reason.type") == "abort":

@@ -22,7 +22,6 @@ from manifest.causes import LIMIT_ERRNOS, named
 
 CERTIFICATES_VARIABLE: Final = "SSL_CERT_FILE"
 _PROXY_VARIABLES: Final = ("http_proxy", "https_proxy", "all_proxy")
-_TLS_TRIAL_S: Final = 5.0
 
 #: OpenSSL's reasons that are more specific than "TLS failed".
 _NOT_TLS: Final = (
@@ -65,8 +64,11 @@ def detail_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-async def lasting_problem(url: str, error: Exception) -> str | None:
-    """A permanent problem with `url` and its fix, as text; None if waiting may help."""
+async def lasting_problem(url: str, error: Exception, *, tls_trial_s: float) -> str | None:
+    """A permanent problem with `url` and its fix, as text; None if waiting may help.
+
+    `tls_trial_s`: time for a handshake that shows whether a plain port speaks TLS.
+    """
     detail = detail_of(error)
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return f"{url}: the server's certificate is not trusted ({detail}). {_about_certificates()}"
@@ -75,7 +77,8 @@ async def lasting_problem(url: str, error: Exception) -> str | None:
     if isinstance(error, aiohttp.InvalidURL | ValueError):
         return f"{url} cannot be a server's address ({detail}): write it as http://HOST:PORT"
     closes = aiohttp.ServerDisconnectedError | ConnectionResetError | aiohttp.ClientResponseError
-    if url.startswith("http://") and isinstance(error, closes) and await _speaks_tls(url):
+    may_be_tls = url.startswith("http://") and isinstance(error, closes)
+    if may_be_tls and await _speaks_tls(url, timeout_s=tls_trial_s):
         return f"{url}: that port speaks TLS. Write the address as https://{url[7:]}"
     if isinstance(error, aiohttp.ClientResponseError) and error.status == 400:
         # The HTTP library sets this status itself when it cannot parse the reply.
@@ -114,13 +117,13 @@ def _about_tls(url: str, reason: str) -> str:
     return f"{url}: TLS failed ({reason})"
 
 
-async def _speaks_tls(url: str) -> bool:
+async def _speaks_tls(url: str, *, timeout_s: float) -> bool:
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # nothing is sent
     parts = urlsplit(url)
     try:
-        async with asyncio.timeout(_TLS_TRIAL_S):
+        async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, ssl=context)
     except (OSError, TimeoutError):
         return False

@@ -1,4 +1,4 @@
-"""`extractor serve`: start SGLang with the plugin and tell how far it got.
+"""Starts SGLang with the plugin and logs each startup stage.
 
 A start takes from twenty seconds to many minutes, and a hung one looks like a slow one. So each
 stage is watched for, and a stall is reported with the stage, its age, the log's last line and
@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -26,21 +26,20 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageError
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.dumps.discovery import scan_writers
-from extractor.servers.cleanup import Journal, remove_useless
+from extractor.servers.cleanup import remove_useless
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
-from extractor.servers.sglang_flags import ServeOptions
+from extractor.servers.sglang_flags import EngineOptions, ServeOptions
 from extractor.servers.target import Target, require_plugin
 from extractor.system.files import require_directory
 from extractor.system.process_tree import ServerProcess, started
 
-POLL_S = 0.25
-PROBE_REQUEST_TIMEOUT_S = 300.0
 WEIGHTS_LOADED_MARK = "Load weight end"
 
 
-class Stage(Enum):
+class StartStage(Enum):
     """How far a server got: what it reached, and what to try when it gets no further."""
 
     STARTED = ("process alive", "is the Python environment on a slow disk? Look at the log")
@@ -72,7 +71,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class StartedServer:
     """A server of ours that passed every stage."""
 
     url: str
@@ -82,37 +81,76 @@ class Server:
 
 @asynccontextmanager
 async def running_server(
-    options: ServeOptions, *, report: Callable[[str], None]
-) -> AsyncIterator[Server]:
+    options: ServeOptions,
+    *,
+    report: Callable[[str], None],
+    timings: Timings = DEFAULT_TIMINGS,
+) -> AsyncIterator[StartedServer]:
     """Start a server, wait for its last stage, stop its whole tree at the end of the block.
 
     Raises MissingExtra without SGLang, ServerError with the log's end when the server dies or its
     plugin gives up, UsageError when its port is taken.
     """
     engine_version = _engine_version()
-    await _require_free_port(options)
-    require_directory(options.dump_root, option="--dump-dir")
-    remove_useless(options.dump_root)
+    await _require_free_port(options.engine)
+    dump_root = options.plugin.dump_root
+    require_directory(dump_root, option="--dump-dir")
+    remove_useless(dump_root)
     boot_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     log_path = options.log_path or _new_log_path()
     try:
         async with started(
-            options.command(sys.executable, engine_version=engine_version),
+            options.engine.command(sys.executable, engine_version=engine_version),
             environment=options.environment(os.environ, boot_id=boot_id),
             log_path=log_path,
+            timings=timings.stop,
         ) as process:
             report(f"SGLang {engine_version}, pid {process.pid}, log {log_path}")
-            target = await _Watch(options, process, boot_id, report).until_probed()
-            yield Server(url=options.url, process=process, target=target)
+            progress = _Progress(process, stall_s=options.stall_s, report=report)
+            target = await _Start(options, process, boot_id, progress, timings).until_probed()
+            yield StartedServer(url=target.url, process=process, target=target)
         if options.log_path is None:
             log_path.unlink()  # kept when something went wrong
     finally:
-        _remove_dumps(options.dump_root, boot_id)
-        # Behind the server: until it is stopped, `extractor doctor` may need to know of it.
-        Journal.path(options.dump_root, boot_id).unlink(missing_ok=True)
+        _remove_dumps(dump_root, boot_id)
 
 
-class _Watch:
+class _Progress:
+    """Reports each stage that a start reaches, and a start that stands still."""
+
+    def __init__(
+        self, process: ServerProcess, *, stall_s: float, report: Callable[[str], None]
+    ) -> None:
+        self._process = process
+        self._stall_s = stall_s
+        self._report = report
+        self._began_at = time.monotonic()
+        self._log_size = 0
+        self.reach(StartStage.STARTED)
+
+    def reach(self, stage: StartStage) -> None:
+        self.stage = stage
+        # Of the stage, of the last sign of life, and of the last report.
+        self._reached_at = self._sign_at = self._reported_at = time.monotonic()
+        self._report(f"{self._reached_at - self._began_at:7.1f} s  {stage.title}")
+
+    def look(self) -> None:
+        """Report a stall: neither a stage nor a line in the log for `stall_s`."""
+        now = time.monotonic()
+        size = self._process.log_size()
+        if size != self._log_size:
+            self._log_size, self._sign_at = size, now
+        if now - max(self._sign_at, self._reported_at) < self._stall_s:
+            return
+        self._reported_at = now
+        self._report(
+            f"stalled: {now - self._reached_at:.0f} s since '{self.stage.title}', the log is "
+            f"silent for {now - self._sign_at:.0f} s. Its last line: "
+            f"{self._process.last_log_line()}\nWhat to try: {self.stage.advice}"
+        )
+
+
+class _Start:
     """Follows one start through its stages."""
 
     def __init__(
@@ -120,60 +158,54 @@ class _Watch:
         options: ServeOptions,
         process: ServerProcess,
         boot_id: str,
-        report: Callable[[str], None],
+        progress: _Progress,
+        timings: Timings,
     ) -> None:
-        self._options = options
+        self._url = options.engine.url
+        self._dump_root = options.plugin.dump_root
         self._process = process
         self._boot_id = boot_id
-        self._report = report
-        self._stage: Stage | None = None
-        self._began_s = self._reached_s = self._sign_s = self._told_s = time.monotonic()
-        self._log_size = 0
+        self._progress = progress
+        self._timings = timings
 
     async def until_probed(self) -> Target:
         async with Client(
-            self._options.url, concurrency=2, request_timeout_s=PROBE_REQUEST_TIMEOUT_S
+            self._url,
+            concurrency=2,
+            request_timeout_s=self._timings.probe.first_request_s,
+            timings=self._timings.client,
         ) as client:
-            self._reach(Stage.STARTED)
-            await self._until(Stage.LOGGING, self._has_logged)
-            await self._until(Stage.WEIGHTS, self._has_weights)
-            await self._until(Stage.LISTENING, self._is_listening)
-            await self._until(Stage.HEALTHY, client.is_healthy)
-            await self._until(Stage.READY, self._is_announced)
+            await self._until(StartStage.LOGGING, self._has_logged)
+            await self._until(StartStage.WEIGHTS, self._has_weights)
+            await self._until(StartStage.LISTENING, self._is_listening)
+            await self._until(StartStage.HEALTHY, client.is_healthy)
+            await self._until(StartStage.READY, self._is_announced)
             facts = await client.facts()
-            ranks = require_plugin(self._options.dump_root, url=self._options.url, facts=facts)
+            ranks = require_plugin(self._dump_root, url=self._url, facts=facts)
             target = Target.of(client.url, facts, ranks)
             probe = asyncio.create_task(
-                require_probe(client, target, run_id=secrets.token_hex(4)), name="probe"
+                require_probe(client, target, run_id=secrets.token_hex(4), timings=self._timings),
+                name="probe",
             )
             try:
-                await self._until(Stage.PROBED, _is_done(probe))
+                await self._until(StartStage.PROBED, probe.done)
             finally:
                 probe.cancel()
                 await asyncio.wait([probe])  # it leaves nothing behind
             await probe
             return target
 
-    async def _until(self, stage: Stage, is_reached: Callable[[], object]) -> None:
+    async def _until(
+        self, stage: StartStage, is_reached: Callable[[], bool | Awaitable[bool]]
+    ) -> None:
         while True:
             self._require_alive()
             reached = is_reached()
-            if asyncio.iscoroutine(reached):
-                reached = await reached
-            if reached:
-                self._reach(stage)
+            if await reached if isinstance(reached, Awaitable) else reached:
+                self._progress.reach(stage)
                 return
-            self._tell_stall()
-            await asyncio.sleep(POLL_S)
-
-    def _reach(self, stage: Stage) -> None:
-        now = time.monotonic()
-        self._report(f"{now - self._began_s:7.1f} s  {stage.title}")
-        journal = Journal.of(self._process.pid, self._process.shared_memory_inodes())
-        if journal is not None and self._options.dump_root.exists():  # the plugin makes it
-            journal.write(self._options.dump_root, self._boot_id)
-        self._stage = stage
-        self._reached_s = self._sign_s = self._told_s = now
+            self._progress.look()
+            await asyncio.sleep(self._timings.probe.stage_poll_s)
 
     def _require_alive(self) -> None:
         status = self._process.exit_status
@@ -181,23 +213,9 @@ class _Watch:
             tail = "\n".join(self._process.log_text(tail_bytes=8192).splitlines()[-25:])
             raise ServerError(
                 f"the server ended with status {status} after stage "
-                f"'{self._stage.title if self._stage else 'none'}'. The end of its log "
+                f"'{self._progress.stage.title}'. The end of its log "
                 f"({self._process.log_path}):\n{tail}"
             )
-
-    def _tell_stall(self) -> None:
-        now = time.monotonic()
-        size = self._process.log_size()
-        if size != self._log_size:
-            self._log_size, self._sign_s = size, now
-        if now - max(self._sign_s, self._told_s) < self._options.stall_s or self._stage is None:
-            return
-        self._told_s = now
-        self._report(
-            f"stalled: {now - self._reached_s:.0f} s since '{self._stage.title}', the log is "
-            f"silent for {now - self._sign_s:.0f} s. Its last line: "
-            f"{self._process.last_log_line()}\nWhat to try: {self._stage.advice}"
-        )
 
     # --- what is looked for ------------------------------------------------------------------
 
@@ -208,15 +226,15 @@ class _Watch:
         return WEIGHTS_LOADED_MARK in self._process.log_text(tail_bytes=8 << 20)
 
     async def _is_listening(self) -> bool:
-        return await _is_listening(self._options.url)
+        return await _is_listening(self._url)
 
     def _is_announced(self) -> bool:
-        writers = scan_writers(self._options.dump_root)
+        writers = scan_writers(self._dump_root)
         for failed in writers.failed:
             if failed.directory.parent.name.startswith(self._boot_id):
                 raise PluginError(f"the plugin captures nothing: {failed.reason}")
         mine = [rank for rank in writers.alive if rank.ready.boot_id.startswith(self._boot_id)]
-        return bool(mine) and len(mine) >= mine[0].ready.dp_size
+        return bool(mine) and len(mine) >= mine[0].ready.engine.dp_size
 
 
 async def any_server_answers(urls: Sequence[str]) -> bool:
@@ -247,10 +265,6 @@ def free_port(host: str = "127.0.0.1") -> int:
             return port
 
 
-def _is_done(task: asyncio.Task[bytes]) -> Callable[[], bool]:
-    return task.done
-
-
 async def _is_listening(url: str) -> bool:
     parts = urlsplit(url)
     try:
@@ -263,7 +277,7 @@ async def _is_listening(url: str) -> bool:
     return True
 
 
-async def _require_free_port(options: ServeOptions) -> None:
+async def _require_free_port(options: EngineOptions) -> None:
     free_port(options.host)  # check that the address belongs to this machine
     if await _is_listening(options.url):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Everything that is proven before the first prompt is sent."""
+"""Proves with one prompt that the plugin is active in the server behind an address."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from extractor.core.checks import check_reply
-from extractor.core.errors import (
-    BadDumpDir,
-    PluginError,
-    ServerLost,
-)
-from extractor.core.failure import Failure
+from extractor.core.checks import ReplyFacts, check_reply
+from extractor.core.errors import BadDumpDir, ExtractorError, PluginError, ServerLost
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.request import Request
 from extractor.core.rids import PROBE_SESSION, make_rid
+from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.dumps.collector import Collector
 from extractor.dumps.dump_piece import SampleFault, check_tokens, tensor_bytes
+from extractor.dumps.dump_reader import DumpPiece
 from extractor.servers.canary import canary_ids as canary_new_ids
 from extractor.servers.canary import encode_canary
 from extractor.servers.client import Client
 from extractor.servers.target import Target
 from prompts.types import Prompt, RowOrigin
 
-PROBE_TIMEOUT_S = 60.0
-#: Before a probe that was refused is sent again.
-BUSY_PAUSE_S = 1.0
 PROBE_TOKENS = 5
 
 
 async def require_probe(
-    client: Client, target: Target, *, run_id: str, canary_ids: Sequence[int] | None = None
+    client: Client,
+    target: Target,
+    *,
+    run_id: str,
+    canary_ids: Sequence[int] | None = None,
+    timings: Timings = DEFAULT_TIMINGS,
 ) -> bytes:
     """Send the canary, check that its complete dump arrives, and return its encoded states.
 
-    Only this proves that the plugin is active in the server behind `client`. `canary_ids`: the
-    tokens to send; None: those of a new canary. Raises PluginError, and BadDumpDir if the dump
-    directory seems to be another server's.
+    `canary_ids`: the tokens to send; None: those of a new canary. Raises PluginError, ServerLost,
+    and BadDumpDir if the dump directory seems to be another server's.
     """
-    request = probe_request(
-        run_id,
-        canary_new_ids(
-            vocab_size=target.limits.vocab_size, max_tokens=target.limits.max_prompt_tokens
-        )
-        if canary_ids is None
-        else np.array(canary_ids, dtype=np.int32),
-    )
+    limits = target.limits
+    if canary_ids is None:
+        ids = canary_new_ids(vocab_size=limits.vocab_size, max_tokens=limits.max_prompt_tokens)
+    else:
+        ids = np.array(canary_ids, dtype=np.int32)
+    request = probe_request(run_id, ids)
     # Of the probe alone: what earlier sessions left is not the probe's to remove.
-    collector = Collector(target.ranks, rid_prefix=request.rid, is_skipping=True)
+    collector = Collector(
+        target.ranks, rid_prefix=request.rid, is_skipping=True, timings=timings.collect
+    )
     try:
-        return await _probe(client, target, collector, request)
+        pieces = await _Probe(client, target, collector, request, timings).pieces()
+        return _encoded(request.prompt, pieces)
     finally:
         if collector.abandoned:
             await client.abort(request.rid)
@@ -80,79 +80,114 @@ def probe_request(run_id: str, input_ids: npt.NDArray[np.int32]) -> Request:
     return Request(rid=rid, prompt=prompt)
 
 
-async def _probe(client: Client, target: Target, collector: Collector, request: Request) -> bytes:
-    num_tokens = request.prompt.num_tokens
-    collected = collector.expect(request.rid, num_tokens=num_tokens)
-    refused = ""
-    said = None
-    watching = asyncio.create_task(collector.run(), name="probe-collector")
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            collector.abandoned.add(request.rid)  # unless it comes to its end here
-            reply = await client.generate(request)
-            while isinstance(reply, Failure) and reply.is_busy:
-                refused = reply.detail
-                await asyncio.sleep(BUSY_PAUSE_S)
-                reply = await client.generate(request)
-            refused = ""
-            said = "answered the probe prompt"
-            if isinstance(reply, Failure) and reply.is_copy:
-                # The reply goes to the sender of the first copy; its dump is proof enough.
-                said = f"has a copy of the probe prompt at work ({reply.detail})"
-            elif isinstance(reply, Failure):
-                if not reply.is_unanswered:
-                    collector.abandoned.discard(request.rid)
-                raise PluginError(f"the probe prompt failed: {reply.detail}")
-            elif (failure := check_reply(reply, num_tokens=num_tokens)) is not None:
-                raise PluginError(f"the probe prompt failed: {failure.detail}")
-            either: set[asyncio.Future[Any]] = {collected, watching}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if watching.done():
-                watching.result()  # raises what ended it
+class _Probe:
+    """One probe prompt under way."""
+
+    def __init__(
+        self,
+        client: Client,
+        target: Target,
+        collector: Collector,
+        request: Request,
+        timings: Timings,
+    ) -> None:
+        self._client = client
+        self._target = target
+        self._collector = collector
+        self._request = request
+        self._timings = timings.probe
+        self._refusal: str | None = None  # the last one, while the server refuses it
+        self._reaction: str | None = None  # of the server, once it has the prompt
+
+    async def pieces(self) -> Sequence[DumpPiece]:
+        """Send it and wait for its whole dump."""
+        rid, abandoned = self._request.rid, self._collector.abandoned
+        collected = self._collector.expect(rid, num_tokens=self._request.prompt.num_tokens)
+        collecting = asyncio.create_task(self._collector.run(), name="probe-collector")
+        try:
+            async with asyncio.timeout(self._timings.timeout_s):
+                abandoned.add(rid)  # until its dump is there, or known not to come
+                self._judge(await self._send())
+                either: set[asyncio.Future[Any]] = {collected, collecting}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if collecting.done():
+                    collecting.result()  # raises what ended it
+        except TimeoutError:
+            raise self._timed_out() from None
+        finally:
+            collecting.cancel()
+        abandoned.discard(rid)
         outcome = collected.result()
-        collector.abandoned.discard(request.rid)
-    except TimeoutError:
-        if refused:
-            raise ServerLost(
-                f"the server at {client.url} refused the probe prompt for {PROBE_TIMEOUT_S:.0f} s "
-                f"(last: {refused}). Run the same command again when it has room."
-            ) from None
-        if said is None:
-            raise ServerLost(
-                f"the server at {client.url} did not answer the probe prompt in "
-                f"{PROBE_TIMEOUT_S:.0f} s. See its log; the same command goes on."
-            ) from None
-        raise _no_dump(target, said) from None
-    finally:
-        watching.cancel()
-    if isinstance(outcome, Failure):
-        raise PluginError(f"the probe prompt's dump is no good: {outcome.detail}")
-    try:
-        for piece in outcome:
-            check_tokens(request.prompt, piece)
-        return encode_canary(
-            outcome[0].handle.dump.header,
-            {
-                name: b"".join(tensor_bytes(piece, name) for piece in outcome)
-                for name in outcome[0].handle.dump.tensors
-            },
+        if isinstance(outcome, Failure):
+            raise _bad_dump(outcome.detail)
+        return outcome
+
+    async def _send(self) -> ReplyFacts | Failure:
+        """Send it until the server does not refuse it."""
+        while True:
+            reply = await self._client.generate(self._request)
+            if not (isinstance(reply, Failure) and reply.kind.is_refusal):
+                self._refusal = None
+                return reply
+            self._refusal = reply.detail
+            await asyncio.sleep(self._timings.busy_pause_s)
+
+    def _judge(self, reply: ReplyFacts | Failure) -> None:
+        """Raise PluginError for a reply after which no dump comes."""
+        if isinstance(reply, Failure) and reply.kind is FailureKind.COPY:
+            # The reply goes to the sender of the first copy; its dump is proof enough.
+            self._reaction = f"has a copy of the probe prompt at work ({reply.detail})"
+            return
+        self._reaction = "answered the probe prompt"
+        failure = reply if isinstance(reply, Failure) else None
+        if isinstance(reply, ReplyFacts):
+            failure = check_reply(reply, num_tokens=self._request.prompt.num_tokens)
+        elif not reply.kind.may_be_processed:
+            self._collector.abandoned.discard(self._request.rid)
+        if failure is not None:
+            raise PluginError(f"the probe prompt failed: {failure.detail}")
+
+    def _timed_out(self) -> ExtractorError:
+        """The error for a probe whose dump did not arrive in time."""
+        server = f"the server at {self._target.url}"
+        seconds = f"{self._timings.timeout_s:.0f} s"
+        if self._refusal is not None:
+            return ServerLost(
+                f"{server} refused the probe prompt for {seconds} (last: {self._refusal})",
+                "Run the same command again when it has room.",
+            )
+        if self._reaction is None:
+            return ServerLost(
+                f"{server} did not answer the probe prompt in {seconds}",
+                "See its log; the same command goes on.",
+            )
+        directory, port = self._target.ranks[0].directory, self._target.ready.process.port
+        what = (
+            f"{server} {self._reaction}, but no dump of it arrived under {directory} in {seconds}"
         )
+        if port == urlsplit(self._target.url).port:
+            return PluginError(what, "Does the server run prefill in CUDA graphs? See its log.")
+        # Taken for want of one of that port, as behind a tunnel or a container's port mapping.
+        return BadDumpDir(
+            f"{what}. That directory is of a server on port {port}: if it is another one, this one "
+            "has no plugin, or dumps elsewhere. Name its --dump-dir; `extractor serve --model …` "
+            "starts one that dumps."
+        )
+
+
+def _encoded(prompt: Prompt, pieces: Sequence[DumpPiece]) -> bytes:
+    """The states of a probe, as the manifest keeps a canary. Raises PluginError."""
+    dump = pieces[0].handle.dump
+    try:
+        for piece in pieces:
+            check_tokens(prompt, piece)
+        tensors = {
+            name: b"".join(tensor_bytes(piece, name) for piece in pieces) for name in dump.tensors
+        }
     except SampleFault as fault:
-        raise PluginError(f"the probe prompt's dump is no good: {fault}") from fault
+        raise _bad_dump(str(fault)) from fault
+    return encode_canary(dump.header, tensors)
 
 
-def _no_dump(target: Target, said: str) -> BadDumpDir | PluginError:
-    """The error for a probe that the server has, as `said` tells, and that left no dump."""
-    directory, port = target.ranks[0].directory, target.ready.port
-    told = (
-        f"the server at {target.url} {said}, but no dump of it arrived under {directory} in "
-        f"{PROBE_TIMEOUT_S:.0f} s."
-    )
-    if port == urlsplit(target.url).port:
-        return PluginError(f"{told} Does the server run prefill in CUDA graphs? See its log.")
-    # Taken for want of one of that port, as behind a tunnel or a container's port mapping.
-    return BadDumpDir(
-        f"{told} That directory is of a server on port {port}: if it is another one, this one has "
-        "no plugin, or dumps elsewhere. Name its --dump-dir; `extractor serve --model …` starts "
-        "one that dumps."
-    )
+def _bad_dump(problem: str) -> PluginError:
+    return PluginError(f"the dump of the probe prompt cannot be used: {problem}")

@@ -29,68 +29,61 @@ the client side". Neither is the prompt's fault.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from manifest.states import Reason
 
-PROMPTS_FAULT: Final = Failure(reason=Reason.REJECTED, detail="", is_permanent=True)
-SERVERS_FAULT: Final = Failure(reason=Reason.SERVER_ERROR, detail="")
-BUSY: Final = Failure(reason=Reason.SERVER_ERROR, detail="", is_busy=True)
-#: The server is processing an earlier copy of the request.
-COPY: Final = replace(SERVERS_FAULT, is_copy=True, is_unanswered=True)
-#: A gateway hung up; the request ends with its connection, or has ended.
-HUNG_UP: Final = replace(BUSY, is_unanswered=True)
-#: A gateway timed out; the server may still be processing the request.
-TIMED_OUT: Final = replace(SERVERS_FAULT, is_unanswered=True)
-#: A gateway found no server, or lost the connection to it.
-BROKEN_OFF: Final = replace(SERVERS_FAULT, is_transport=True, is_unanswered=True)
-
 #: Part of the message, in lower case -> its meaning. Takes precedence over the status.
-BY_MESSAGE: Final[Mapping[str, Failure]] = {
-    "duplicate request id": COPY,
-    "disconnected from the client side": HUNG_UP,
+BY_MESSAGE: Final[Mapping[str, FailureKind]] = {
+    "duplicate request id": FailureKind.COPY,
+    "disconnected from the client side": FailureKind.HUNG_UP,
 }
 #: Status -> its meaning. All others are the server's fault, including 401 to 407: an expired API
-#: key or a changed address fails every prompt and is no reason to reject one.
-BY_STATUS: Final[Mapping[int, Failure]] = {
-    400: PROMPTS_FAULT,
-    408: TIMED_OUT,
-    413: PROMPTS_FAULT,
-    422: PROMPTS_FAULT,
-    429: BUSY,
-    502: BROKEN_OFF,
-    503: BUSY,
-    504: TIMED_OUT,
+#: key or a changed address fails every prompt and is no reason to reject one. 408 and 504: a
+#: gateway timed out; 502: it found no server, or lost the connection to it.
+BY_STATUS: Final[Mapping[int, FailureKind]] = {
+    400: FailureKind.PERMANENT,
+    408: FailureKind.SILENT,
+    413: FailureKind.PERMANENT,
+    422: FailureKind.PERMANENT,
+    429: FailureKind.BUSY,
+    502: FailureKind.BROKEN,
+    503: FailureKind.BUSY,
+    504: FailureKind.SILENT,
 }
 
 
 def http_failure(status: int, message: str) -> Failure:
     """Classify an HTTP reply other than 200.
 
-    >>> http_failure(400, "Duplicate request ID detected: xtr-ab12-c0ffee-42-1").is_copy
-    True
+    >>> http_failure(400, "Duplicate request ID detected: xtr-ab12-c0ffee-42-1").kind.name
+    'COPY'
     >>> http_failure(503, "The request queue is full.").detail
     'HTTP 503: The request queue is full.'
     """
-    return replace(_meaning(status, message), detail=f"HTTP {status}: {message}")
+    return _failure(_kind(status, message), f"HTTP {status}: {message}")
 
 
 def abort_failure(status: int | None, message: str) -> Failure:
     """Classify a reply with the finish reason "abort".
 
-    >>> abort_failure(None, "Abort in waiting queue").is_busy
-    True
+    >>> abort_failure(None, "Abort in waiting queue").kind.name
+    'BUSY'
     """
-    meaning = BUSY if status is None else _meaning(status, message)
+    kind = FailureKind.BUSY if status is None else _kind(status, message)
     code = "" if status is None else f" ({status})"
-    return replace(meaning, detail=f"aborted by the server: {message}{code}")
+    return _failure(kind, f"aborted by the server: {message}{code}")
 
 
-def _meaning(status: int, message: str) -> Failure:
+def _kind(status: int, message: str) -> FailureKind:
     lowered = message.lower()
-    for part, meaning in BY_MESSAGE.items():
+    for part, kind in BY_MESSAGE.items():
         if part in lowered:
-            return meaning
-    return BY_STATUS.get(status, SERVERS_FAULT)
+            return kind
+    return BY_STATUS.get(status, FailureKind.SERVER)
+
+
+def _failure(kind: FailureKind, detail: str) -> Failure:
+    reason = Reason.REJECTED if kind is FailureKind.PERMANENT else Reason.SERVER_ERROR
+    return Failure(reason=reason, detail=detail, kind=kind)

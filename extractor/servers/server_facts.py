@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from extractor.core.identity import Identity
 from extractor.core.version import __version__
-from server_patch.dump_format import Ready
+from server_patch.dump_format import MODEL_KEYS, Ready
 
 Facts = Mapping[str, Any]
 """JSON-ready, by name: `facts_of`."""
 
-#: Bound fields of READY.json.
-BOUND: Final = ("architecture", "config_digest", "quantization", "kv_cache_dtype")
+#: Bound keys of READY.json: every fact about the model, except its place, and the KV cache's dtype.
+BOUND: Final = (*(key for key in MODEL_KEYS if key != "model_path"), "kv_cache_dtype")
 #: Bound entries of its `settings`: precision, overrides of the model's configuration, adapters, and
 #: approximations of attention or experts.
 BOUND_SETTINGS: Final = frozenset(
@@ -67,20 +67,21 @@ class Difference:
 def facts_of(ready: Ready) -> dict[str, Any]:
     """The facts that a server start announced, as the manifest keeps them."""
     facts = {"tool_version": __version__}
-    facts |= {name: getattr(ready, name) for name in (*BOUND, *_RECORDED)}
+    announced = ready.to_document()
+    facts |= {name: announced[name] for name in (*BOUND, *_RECORDED)}
     # An older plugin announces no settings; a newer one always announces some.
-    return {**facts, "settings": dict(sorted(ready.settings.items())) or None}
+    return {**facts, "settings": dict(sorted(ready.engine.settings.items())) or None}
 
 
 def facts_of_identity(identity: Identity) -> dict[str, Any]:
-    """The known facts of a data set that has no recorded start."""
+    """The known facts of a data set that has no recorded start: one of the first version."""
     names = ("architecture", "config_digest", "quantization")
-    return {name: getattr(identity, name) for name in names}
+    return {name: getattr(identity.model, name) for name in names}
 
 
 def was_updated(ready: Ready) -> bool:
     """Whether the weights were updated in place since the server loaded them."""
-    return ready.weights is not None and "+" in ready.weights
+    return ready.weights.id is not None and "+" in ready.weights.id
 
 
 def differences(before: Facts, now: Facts) -> list[Difference]:

@@ -56,23 +56,14 @@ _FORBIDDEN: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """One `extractor serve`."""
+class EngineOptions:
+    """The options of SGLang itself. Raises UsageError for arguments that cannot work."""
 
     model: str
     host: str = "127.0.0.1"
     port: int = 30000
-    dump_root: Path = DEFAULT_DUMP_ROOT
-    layers: str = DEFAULT_LAYERS  # or boundary indices, as in "3,31,59"
-    last_kind: str = DEFAULT_LAST_KIND
     radix_cache: bool = False
     preset: str = "none"
-    ring_bytes: int | None = None
-    ring_slots: int | None = None
-    num_writers: int | None = None
-    file_mode: str | None = None  # octal
-    log_path: Path | None = None  # default: a temporary file
-    stall_s: float = 120.0  # without any sign of progress, before it is reported
     arguments: tuple[str, ...] = ()  # for SGLang, as they are
 
     def __post_init__(self) -> None:
@@ -90,44 +81,16 @@ class ServeOptions:
             raise UsageError(
                 f"--host {self.host!r}: write a name or an IP address, without brackets"
             )
-        require_within("--stall", self.stall_s, least=0, most=MAX_SECONDS)
-        if not self.layers.strip():
-            raise UsageError("--layers is empty: write eagle3, or a list such as 3,31,59")
-        # The plugin's own parser, here rather than in the server's log minutes later.
-        try:
-            plugin.Settings.from_environ(self.plugin_environment(boot_id="check"))
-        except plugin.SettingsError as error:
-            raise UsageError(as_options(str(error))) from error
 
     @property
     def url(self) -> str:
         loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
         return f"http://{url_host(loopback.get(self.host, self.host))}:{self.port}"
 
-    def plugin_environment(self, *, boot_id: str) -> dict[str, str]:
-        """The variables that switch the plugin on."""
-        environment = {
-            plugin.DUMP_DIR: str(self.dump_root.absolute()),
-            plugin.BOUNDARIES: self.layers,
-            plugin.LAST: self.last_kind,
-            plugin.BOOT_ID: boot_id,
-        }
-        for name, value in (
-            (plugin.RING_BYTES, self.ring_bytes),
-            (plugin.RING_SLOTS, self.ring_slots),
-            (plugin.WRITERS, self.num_writers),
-            (plugin.FILE_MODE, self.file_mode),
-        ):
-            if value is not None:
-                environment[name] = str(value)
-        return environment
-
-    def environment(self, base: Mapping[str, str], *, boot_id: str) -> dict[str, str]:
-        """The server's whole environment: `base`, then the preset, then the plugin's."""
-        preset, _ = PRESETS[self.preset]
-        # Unbuffered, or a log that is written to a file would look silent while it is not.
-        unbuffered = {"PYTHONUNBUFFERED": "1"}
-        return {**base, **unbuffered, **preset, **self.plugin_environment(boot_id=boot_id)}
+    def environment(self) -> dict[str, str]:
+        """Variables of the preset; and none of its output is buffered, or the log would stand still
+        while the server does not."""
+        return {"PYTHONUNBUFFERED": "1", **PRESETS[self.preset][0]}
 
     def command(self, python: str, *, engine_version: str) -> list[str]:
         """The server's command line for that version of SGLang."""
@@ -142,6 +105,62 @@ class ServeOptions:
         if not self.radix_cache:
             command.append("--disable-radix-cache")
         return [*command, *preset, *self.arguments]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PluginOptions:
+    """The options of the plugin. Raises UsageError for those that it would refuse."""
+
+    dump_root: Path = DEFAULT_DUMP_ROOT
+    layers: str = DEFAULT_LAYERS  # or boundary indices, as in "3,31,59"
+    last_kind: str = DEFAULT_LAST_KIND
+    ring_bytes: int | None = None
+    ring_slots: int | None = None
+    num_writers: int | None = None
+    file_mode: str | None = None  # octal
+
+    def __post_init__(self) -> None:
+        if not self.layers.strip():
+            raise UsageError("--layers is empty: write eagle3, or a list such as 3,31,59")
+        # The plugin's own parser, here rather than in the server's log minutes later.
+        try:
+            plugin.Settings.from_environ(self.environment(boot_id="check"))
+        except plugin.SettingsError as error:
+            raise UsageError(as_options(str(error))) from error
+
+    def environment(self, *, boot_id: str) -> dict[str, str]:
+        """The variables that switch the plugin on."""
+        values = {
+            plugin.DUMP_DIR: self.dump_root.absolute(),
+            plugin.BOUNDARIES: self.layers,
+            plugin.LAST: self.last_kind,
+            plugin.BOOT_ID: boot_id,
+            plugin.RING_BYTES: self.ring_bytes,
+            plugin.RING_SLOTS: self.ring_slots,
+            plugin.WRITERS: self.num_writers,
+            plugin.FILE_MODE: self.file_mode,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """The options of one `extractor serve`."""
+
+    engine: EngineOptions
+    plugin: PluginOptions
+    log_path: Path | None = None  # default: a temporary file
+    stall_s: float = 120.0  # without any sign of progress, before it is reported
+
+    def __post_init__(self) -> None:
+        require_within("--stall", self.stall_s, least=0, most=MAX_SECONDS)
+
+    def environment(self, base: Mapping[str, str], *, boot_id: str) -> dict[str, str]:
+        """The server's whole environment: `base`, then the engine's variables, then the plugin's.
+
+        `boot_id`: the name of this start below the dump root.
+        """
+        return {**base, **self.engine.environment(), **self.plugin.environment(boot_id=boot_id)}
 
 
 def boundaries_of(layers: str, *, num_layers: int) -> tuple[int, ...]:

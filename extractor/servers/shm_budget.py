@@ -65,8 +65,8 @@ def _headroom(rank: Rank) -> Headroom:
 
 def _bounds(rank: Rank) -> tuple[list[Bound], str | None]:
     mountinfo = _read(PurePosixPath("/proc/self/mountinfo")) or ""
-    if rank.ready.pid_namespace in (None, pid_namespace()):
-        cgroup = _read(PurePosixPath(f"/proc/{rank.ready.pid}/cgroup"))
+    if rank.ready.process.namespace in (None, pid_namespace()):
+        cgroup = _read(PurePosixPath(f"/proc/{rank.ready.process.pid}/cgroup"))
         bounds = None if cgroup is None else memory_bounds(cgroup, mountinfo, _read)
         if bounds is not None:
             return bounds, None

@@ -1,4 +1,4 @@
-"""The servers of a run, each fit to run against and all alike."""
+"""The servers of a run: each is checked against the options, and all against each other."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from extractor.core.errors import (
-    ConfigMismatch,
-    PluginError,
-    ServerUnreachable,
-)
+from extractor.core.errors import ConfigMismatch, PluginError, ServerUnreachable
 from extractor.core.events import Report
 from extractor.core.request import Limits
 from extractor.core.rids import RID_PREFIX
@@ -23,23 +20,41 @@ from extractor.servers import server_facts
 from extractor.servers.client import Client, ServerFacts, wait_until_answering
 from extractor.servers.server_facts import was_updated
 from extractor.servers.sglang_flags import boundaries_of
-from server_patch.dump_format import READY_NAME, Ready
+from server_patch.dump_format import MODEL_KEYS, READY_NAME, Ready
 
-#: Fields that all servers of a run must share, besides the bound facts of `served`: everything that
+#: Keys of READY.json that all servers of a run must share, besides the bound facts: everything that
 #: decides what is captured, and the versions.
-ALIKE = (
-    "model_path", "vocab_size", "num_layers", "hidden_size", "dtype", "boundaries", "last_kind",
-    "engine_version", "plugin_version",
-)  # fmt: skip
+ALIKE = (*MODEL_KEYS, "boundaries", "last_kind", "engine_version", "plugin_version")
+#: Keys of READY.json that all data-parallel ranks of a server must share.
+ALIKE_RANKS = ("boundaries", "hidden_size", "dtype", "last_kind", "rid_prefix", "weights")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A server that is fit to run against."""
+
+    url: str
+    facts: ServerFacts
+    ranks: tuple[Rank, ...]
+    limits: Limits
+
+    @classmethod
+    def of(cls, url: str, facts: ServerFacts, ranks: tuple[Rank, ...]) -> Target:
+        """Raises PluginError if the server does not report its limits."""
+        return cls(url=url, facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
+
+    @property
+    def ready(self) -> Ready:
+        return self.ranks[0].ready
 
 
 async def require_targets(
     clients: Sequence[Client], options: RunOptions, *, report: Report
 ) -> list[Target | None]:
-    """Each server's target; None for one that does not answer, while another does.
+    """The target of each server; None for one that does not answer, if another does.
 
-    Waits up to `--server-wait` for the first answer. Raises ServerUnreachable when none answers,
-    BadAddress, what `require_target` raises, and ConfigMismatch when two servers differ.
+    Waits up to `--server-wait` for the first answer. Raises ServerUnreachable if none answers,
+    BadAddress, ConfigMismatch if two servers differ, and the errors of `require_target`.
     """
     await wait_until_answering(clients, timeout_s=options.patience.server_wait_s)
     found = await asyncio.gather(
@@ -57,7 +72,7 @@ async def require_targets(
     if not answering:
         raise unreachable(clients)
     for one, other in itertools.combinations(answering, 2):
-        require_alike(one, other)
+        check_compatible(one, other)
     for client, target in zip(clients, targets, strict=True):
         if target is None:
             report(
@@ -70,7 +85,7 @@ async def require_targets(
 
 
 async def require_target(client: Client, options: RunOptions) -> Target:
-    """The server at an address, as one that captures what was asked for.
+    """Check that the server captures what the options ask for.
 
     Raises ServerUnreachable, PluginError, ConfigMismatch, UsageError with what to do.
     """
@@ -85,34 +100,33 @@ async def require_target(client: Client, options: RunOptions) -> Target:
     return Target.of(client.url, facts, ranks)
 
 
-def require_alike(one: Target, other: Target) -> None:
+def check_compatible(one: Target, other: Target) -> None:
     """Raise ConfigMismatch unless prompts may go to either of two servers."""
     if one.ready.boot_id == other.ready.boot_id and one.url != other.url:
         raise ConfigMismatch(
-            f"{one.url} and {other.url} are the same server (pid {one.ready.pid}): name it once."
+            f"{one.url} and {other.url} are the same server (pid {one.ready.process.pid}): "
+            "name it once."
         )
-    differences = [
-        f"  {name}: {getattr(one.ready, name)!r} and {getattr(other.ready, name)!r}"
-        for name in ALIKE
-        if getattr(one.ready, name) != getattr(other.ready, name)
-        and not (name == "model_path" and same_model(one.ready.model_path, other.ready.model_path))
-    ]
-    differences += [
-        f"  {difference.name}: {difference.before!r} and {difference.now!r}"
-        for difference in server_facts.differences(
+    differences = {
+        name: values
+        for name, values in _differences(ALIKE, one.ready, other.ready).items()
+        if not (name == "model_path" and same_model(*values))
+    } | {
+        bound.name: (bound.before, bound.now)
+        for bound in server_facts.differences(
             server_facts.facts_of(one.ready), server_facts.facts_of(other.ready)
         )
-    ]
+    }
     if differences:
         raise ConfigMismatch(
             f"the servers at {one.url} and {other.url} differ:\n"
-            + "\n".join(differences)
+            + "\n".join(f"  {name}: {a!r} and {b!r}" for name, (a, b) in differences.items())
             + "\nStart them alike, or leave one out."
         )
 
 
 def require_no_stricter(limits: Limits, target: Target) -> None:
-    """Raise ConfigMismatch where a server that comes late takes less than the run counts on."""
+    """Raise ConfigMismatch if a server that joins late takes less than the run counts on."""
     stricter = Limits.strictest([limits, target.limits])
     if stricter != limits:
         raise ConfigMismatch(
@@ -120,25 +134,6 @@ def require_no_stricter(limits: Limits, target: Target) -> None:
             f"of {target.limits.chunk_tokens}, the run was begun for {limits.max_prompt_tokens} in "
             f"chunks of {limits.chunk_tokens}."
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """A server that is fit to run against."""
-
-    url: str
-    facts: ServerFacts
-    ranks: tuple[Rank, ...]
-    limits: Limits
-
-    @classmethod
-    def of(cls, url: str, facts: ServerFacts, ranks: tuple[Rank, ...]) -> Target:
-        """Raises PluginError where the server does not tell its limits."""
-        return cls(url=url, facts=facts, ranks=ranks, limits=limits_of(facts, ranks[0].ready))
-
-    @property
-    def ready(self) -> Ready:
-        return self.ranks[0].ready
 
 
 async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
@@ -171,47 +166,49 @@ def require_plugin(
     ranks = ranks_of(scan_writers(root), url=url, model_path=facts.model_path, others=others)
     ready = ranks[0].ready
     # A live update may name another path; provenance.py says that the weights are others.
-    if ready.model_path != facts.model_path and not was_updated(ready):
+    if ready.model.path != facts.model_path and not was_updated(ready):
         raise PluginError(
-            f"{ranks[0].directory / READY_NAME} is of model {ready.model_path}, "
+            f"{ranks[0].directory / READY_NAME} is of model {ready.model.path}, "
             f"the server at {url} serves {facts.model_path}: another server's dump directory?"
         )
-    if not RID_PREFIX.startswith(ready.rid_prefix):
+    if not RID_PREFIX.startswith(ready.capture.rid_prefix):
         raise PluginError(
-            f"the server at {url} dumps requests whose rid begins with {ready.rid_prefix!r} "
-            f"(SGLANG_HS_RID_PREFIX); ours begin with {RID_PREFIX!r}"
+            f"the server at {url} dumps requests whose rid begins with "
+            f"{ready.capture.rid_prefix!r} (SGLANG_HS_RID_PREFIX); ours begin with {RID_PREFIX!r}"
         )
     for rank in ranks[1:]:
-        for name in (
-            "boundaries", "hidden_size", "dtype", "last_kind", "rid_prefix", "weights",
-        ):  # fmt: skip
-            if getattr(rank.ready, name) != getattr(ready, name):
-                raise PluginError(
-                    f"data-parallel ranks 0 and {rank.ready.rank} differ in {name}: "
-                    f"{getattr(ready, name)!r} and {getattr(rank.ready, name)!r}"
-                )
+        for name, (first, found) in _differences(ALIKE_RANKS, ready, rank.ready).items():
+            raise PluginError(
+                f"data-parallel ranks 0 and {rank.ready.rank} differ in {name}: "
+                f"{first!r} and {found!r}"
+            )
     return ranks
 
 
 def require_wanted(wanted: Servers, ready: Ready) -> None:
-    """Raise ConfigMismatch when the server captures something else than the user asked for."""
+    """Raise ConfigMismatch if the server captures something else than the user asked for."""
     differences = []
-    if wanted.model is not None and not same_model(wanted.model, ready.model_path):
-        differences.append(f"--model {wanted.model}: it serves {ready.model_path}")
+    if wanted.model is not None and not same_model(wanted.model, ready.model.path):
+        differences.append(f"--model {wanted.model}: it serves {ready.model.path}")
     if wanted.layers is not None:
-        boundaries = boundaries_of(wanted.layers, num_layers=ready.num_layers)
-        if boundaries != ready.boundaries:
-            differences.append(
-                f"--layers {wanted.layers}: it captures boundaries {list(ready.boundaries)}"
-            )
-    if wanted.last_kind is not None and wanted.last_kind != ready.last_kind:
-        differences.append(f"--last {wanted.last_kind}: it keeps {ready.last_kind}")
+        boundaries = boundaries_of(wanted.layers, num_layers=ready.model.num_layers)
+        captured = ready.capture.boundaries
+        if boundaries != captured:
+            differences.append(f"--layers {wanted.layers}: it captures boundaries {list(captured)}")
+    if wanted.last_kind is not None and wanted.last_kind != ready.capture.last_kind:
+        differences.append(f"--last {wanted.last_kind}: it keeps {ready.capture.last_kind}")
     if differences:
         raise ConfigMismatch(
-            f"the server on port {ready.port} is not what was asked for:\n  "
+            f"the server on port {ready.process.port} is not what was asked for:\n  "
             + "\n  ".join(differences)
             + "\nStart another, name it with --server, or leave the option out."
         )
+
+
+def _differences(names: Sequence[str], one: Ready, other: Ready) -> dict[str, tuple[Any, Any]]:
+    """The keys of READY.json in which two writers differ, each with both values."""
+    first, second = one.to_document(), other.to_document()
+    return {name: (first[name], second[name]) for name in names if first[name] != second[name]}
 
 
 def same_model(asked: str, served: str) -> bool:
@@ -222,18 +219,18 @@ def same_model(asked: str, served: str) -> bool:
 
 
 def limits_of(facts: ServerFacts, ready: Ready) -> Limits:
-    """What the server takes. SGLang refuses prompts of `max_req_input_len` tokens and more."""
+    """The limits of a server. SGLang refuses prompts of `max_req_input_len` tokens and more."""
     bounds = []
     if facts.max_input_tokens is not None:
         bounds.append(facts.max_input_tokens - 1)
     if facts.context_length is not None:
         bounds.append(facts.context_length - 1)  # one token is generated
     if not bounds:
-        raise PluginError("the server tells neither max_req_input_len nor context_length")
+        raise PluginError("the server reports neither max_req_input_len nor context_length")
     longest = min(bounds)
-    chunk = ready.chunked_prefill_size
+    chunk = ready.engine.chunked_prefill_size
     return Limits(
         max_prompt_tokens=longest,
-        vocab_size=ready.vocab_size,
+        vocab_size=ready.model.vocab_size,
         chunk_tokens=chunk if chunk > 0 else longest,
     )

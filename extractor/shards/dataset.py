@@ -1,4 +1,4 @@
-"""`dataset.json`: where a data set comes from. Pure."""
+"""Makes `dataset.json`, the provenance of a data set. Pure."""
 
 from __future__ import annotations
 
@@ -31,21 +31,8 @@ def dataset_document(identity: Identity, starts: Sequence[ServerStart]) -> bytes
         "tool_version": starts[-1].facts.get("tool_version") if starts else __version__,
         "engine": "sglang",
         "engine_version": starts[-1].facts.get("engine_version") if starts else None,
-        "model": identity.model,
-        "architecture": identity.architecture,
-        "config_digest": identity.config_digest,
-        "quantization": identity.quantization,
-        "num_layers": identity.num_layers,
-        "hidden_size": identity.hidden_size,
-        "vocab_size": identity.vocab_size,
-        "dtype": identity.dtype,
-        "boundaries": list(identity.boundaries),
+        **identity.to_document(),
         "layer_outputs": [boundary - 1 for boundary in identity.boundaries],
-        "last_kind": identity.last_kind,
-        "tokenizer_digest": identity.tokenizer_digest,
-        "template_digest": identity.template_digest,
-        "reading": dict(identity.reading),
-        "inputs": list(identity.inputs),
         "sessions": sessions_document(starts),
     }
     return orjson.dumps(document, option=orjson.OPT_INDENT_2)

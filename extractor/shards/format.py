@@ -1,6 +1,6 @@
-"""The contract of a shard file: a valid safetensors file of many samples. Pure.
+"""Defines the layout of a shard file: a valid safetensors file of many samples. Pure.
 
-| bytes | what |
+| bytes | content |
 |---|---|
 | 0..8 | n, unsigned 64-bit little-endian: size of the header |
 | 8..8+n | JSON header, padded with spaces to the room that was kept for it |
@@ -139,17 +139,17 @@ def samples_that_fit(room_bytes: int, layout: Layout) -> int:
 
 
 def shard_metadata(identity: Identity) -> dict[str, str]:
-    """What a shard says of itself; strings, as safetensors demands."""
+    """The metadata in a shard's header; strings, as safetensors requires."""
     return {
         "format": "hidden-state-extractor",
         "format_version": str(SHARD_FORMAT_VERSION),
-        "model": identity.model,
-        "config_digest": identity.config_digest,
+        "model": identity.model.path,
+        "config_digest": identity.model.config_digest,
         "boundaries": ",".join(map(str, identity.boundaries)),
         "layer_outputs": ",".join(str(boundary - 1) for boundary in identity.boundaries),
-        "num_layers": str(identity.num_layers),
-        "hidden_size": str(identity.hidden_size),
-        "dtype": identity.dtype,
+        "num_layers": str(identity.model.num_layers),
+        "hidden_size": str(identity.model.hidden_size),
+        "dtype": identity.model.dtype,
         "last_kind": identity.last_kind,
     }
 

@@ -9,6 +9,7 @@ from extractor.core.errors import (
     storage_error,
 )
 from extractor.core.humanize import amount
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.system.files import (
     MEMORY_FILE_SYSTEMS,
     file_system_type,
@@ -20,10 +21,6 @@ NETWORK_FILE_SYSTEMS = (
     "nfs", "cifs", "smb", "fuse", "lustre", "ceph", "gpfs", "beegfs", "9p", "afs", "glusterfs",
     "virtiofs",
 )  # fmt: skip
-
-
-#: Free space below which a run is not begun.
-LEAST_FREE_BYTES = 64 << 20
 
 
 def manifest_warning(out: Path) -> str | None:
@@ -43,8 +40,11 @@ def manifest_warning(out: Path) -> str | None:
     return None
 
 
-def prepare_out(out: Path) -> None:
-    """Make the output directory and see that it can be written. Raises UsageError, SpaceError."""
+def prepare_out(out: Path, *, min_free_bytes: int = DEFAULT_TIMINGS.store.min_free_bytes) -> None:
+    """Make the output directory and check that it can be written.
+
+    Raises UsageError, and SpaceError if less than `min_free_bytes` are free.
+    """
     try:
         require_directory(out, option="--out")
         out.mkdir(parents=True, exist_ok=True)
@@ -56,8 +56,8 @@ def prepare_out(out: Path) -> None:
         trial.unlink(missing_ok=True)
     except OSError as error:
         raise storage_error(error, where=out) from error
-    if (free := free_bytes(out)) < LEAST_FREE_BYTES:
+    if (free := free_bytes(out)) < min_free_bytes:
         raise SpaceError(
             f"{out}: only {amount(free)} free, a run begins with "
-            f"{amount(LEAST_FREE_BYTES)} at least. Free space or name another --out."
+            f"{amount(min_free_bytes)} at least. Free space or name another --out."
         )

@@ -1,4 +1,4 @@
-"""Edge: shard files, written in durable order and read without trust.
+"""Writes shard files in durable order, and inspects what is on disk.
 
 An open shard is `shards/.shard-000000.open`: header room, then samples. `sync` makes the samples
 so far durable; only then may the manifest call them stored. Sealing writes the header, syncs,
@@ -17,6 +17,7 @@ import xxhash
 
 from extractor.core.errors import UsageError
 from extractor.core.identity import Identity
+from extractor.core.run_options import Output
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.shards.format import (
     encode_shard_header,
@@ -30,7 +31,7 @@ from extractor.shards.format import (
 from extractor.shards.sample_copy import append_sample, appended
 from extractor.system.direct_io import AppendFile
 from extractor.system.files import sync_directory
-from manifest.records import Row, Shard, Stored
+from manifest.records import Shard, StoredRow, StoredSample
 from prompts.types import Prompt
 
 #: Patterns of the names below.
@@ -48,16 +49,18 @@ def sealed_shard_path(directory: Path, shard: Shard) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
-    """What is the same for every shard of a run."""
+    """The properties that all shards of a data set share."""
 
-    directory: Path
+    output: Output
     identity: Identity
-    shard_bytes: int  # a shard is sealed before it would grow beyond this, if it holds a sample
-    file_mode: int
+
+    @property
+    def directory(self) -> Path:
+        return self.output.shards_path
 
 
 class ShardWriter:
-    """One open shard and the thread that fills it. Not thread-safe."""
+    """Appends samples to one open shard. Not thread-safe."""
 
     def __init__(
         self,
@@ -72,7 +75,9 @@ class ShardWriter:
         self._samples = list(samples)  # (ordinal, num_tokens), in file order
         self._digests = list(digests)  # of each
         self._path = open_shard_path(settings.directory, shard)
-        self._file = AppendFile(self._path, position=shard.size_bytes, mode=settings.file_mode)
+        self._file = AppendFile(
+            self._path, position=shard.size_bytes, mode=settings.output.file_mode
+        )
 
     @property
     def position(self) -> int:
@@ -103,15 +108,16 @@ class ShardWriter:
         return writer
 
     @classmethod
-    def resume(cls, settings: ShardSettings, shard: Shard, rows: Sequence[Row]) -> ShardWriter:
+    def resume(
+        cls, settings: ShardSettings, shard: Shard, rows: Sequence[StoredRow]
+    ) -> ShardWriter:
         """Go on with a shard that an earlier session left open, behind its durable samples."""
-        end = rows[-1] if rows else None
-        position = (end.offset or 0) + (end.size_bytes or 0) if end else shard.data_start
+        position = rows[-1].sample.end if rows else shard.data_start
         return cls(
             settings,
             replace(shard, size_bytes=position, num_samples=len(rows)),
-            [(row.ordinal, row.num_tokens or 0) for row in rows],
-            [row.digest or "" for row in rows],
+            [(row.ordinal, row.prompt.num_tokens) for row in rows],
+            [row.sample.digest for row in rows],
         )
 
     def has_room(self, num_tokens: int) -> bool:
@@ -119,11 +125,11 @@ class ShardWriter:
         if not self._samples:
             return True
         end = self.position + sample_bytes(num_tokens, self._layout)
-        return end <= self._settings.shard_bytes and len(self._samples) < samples_that_fit(
+        return end <= self._settings.output.shard_bytes and len(self._samples) < samples_that_fit(
             self.shard.data_start, self._layout
         )
 
-    def append(self, prompt: Prompt, pieces: Sequence[DumpPiece]) -> Stored:
+    def append(self, prompt: Prompt, pieces: Sequence[DumpPiece]) -> StoredSample:
         """Copy a sample behind the last. Not durable before `sync`.
 
         Raises SampleFault (the shard is as before), OSError.
@@ -132,8 +138,7 @@ class ShardWriter:
         digest = append_sample(self._file, prompt, pieces, layout=self._layout)
         self._samples.append((prompt.ordinal, prompt.num_tokens))
         self._digests.append(digest)
-        return Stored(
-            ordinal=prompt.ordinal,
+        return StoredSample(
             shard=self.shard.number,
             offset=offset,
             size_bytes=self.position - offset,
@@ -141,20 +146,20 @@ class ShardWriter:
             num_pieces=len(pieces),
         )
 
-    def append_stored(self, row: Row, source: int) -> int | None:
+    def append_stored(self, row: StoredRow, source: int) -> int | None:
         """Copy a sample of another shard behind the last; its offset here. Not durable before
         `sync`. None, and nothing kept, when its bytes are not those that were stored."""
-        begin, offset = row.offset or 0, self.position
+        offset = self.position
         digest = xxhash.xxh3_128()
         try:
-            for block, _ in appended(self._file, source, begin, begin + (row.size_bytes or 0)):
+            for block, _ in appended(self._file, source, row.sample.offset, row.sample.end):
                 digest.update(block)
         except EOFError:
             digest.reset()
-        if digest.hexdigest() != row.digest:
+        if digest.hexdigest() != row.sample.digest:
             self._file.rewind(offset)
             return None
-        self._samples.append((row.ordinal, row.num_tokens or 0))
+        self._samples.append((row.ordinal, row.prompt.num_tokens))
         self._digests.append(digest.hexdigest())
         return offset
 
@@ -213,12 +218,12 @@ def require_not_sealed(directory: Path, shard: Shard) -> None:
         )
 
 
-def sealed_on_disk(directory: Path, shard: Shard, rows: Sequence[Row]) -> str | None:
+def sealed_on_disk(directory: Path, shard: Shard, rows: Sequence[StoredRow]) -> str | None:
     """The digest of a shard whose sealing got as far as the rename, whatever the manifest says."""
     try:
         with open(sealed_shard_path(directory, shard), "rb") as file:
             header = xxhash.xxh3_128(file.read(shard.data_start))
-            return shard_digest(header, (row.digest or "" for row in rows))
+            return shard_digest(header, (row.sample.digest for row in rows))
     except FileNotFoundError:
         return None
 
@@ -253,7 +258,7 @@ def remove_unknown(directory: Path, shards: Sequence[Shard]) -> None:
             path.unlink()
 
 
-def lost_rows(directory: Path, shard: Shard, rows: Sequence[Row]) -> list[Row]:
+def lost_rows(directory: Path, shard: Shard, rows: Sequence[StoredRow]) -> list[StoredRow]:
     """Samples at the end of this shard whose bytes are not all there, whatever the manifest says.
 
     `rows` are in file order; a file is cut at its end only.
@@ -264,4 +269,4 @@ def lost_rows(directory: Path, shard: Shard, rows: Sequence[Row]) -> list[Row]:
         size = path.stat().st_size
     except FileNotFoundError:
         return list(rows)
-    return [row for row in rows if (row.offset or 0) + (row.size_bytes or 0) > size]
+    return [row for row in rows if row.sample.end > size]

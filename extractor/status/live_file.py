@@ -1,9 +1,9 @@
-"""Edge: `OUT/.live.json`, where a running session tells other processes what the manifest does not
-hold: what is in flight, how fast it goes, how long each stage takes.
+"""Writes and reads `OUT/.live.json`: a running session's figures that the manifest does not hold,
+such as requests in flight, speed, and the duration of each stage.
 
-Written anew every second beside its place and renamed, so that a reader finds one whole document;
-never synced, because it is worth nothing after a crash. It names its process as the lock file does,
-so that what a killed run left is not taken for a live one's.
+It is written every second beside its place and renamed, so that a reader finds one whole document;
+never synced, because it is worthless after a crash. It names its process as the lock file does, so
+that the file of a killed run is not taken for that of a live one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from typing import Any
 import orjson
 
 from extractor.core.counters import Counters, Moment, ServerNow
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.report import session_document
 from extractor.system.files import read_regular
 from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
 
 LIVE_NAME = ".live.json"
-INTERVAL_S = 1.0
-#: From another PID namespace it cannot be seen whether a process lives: older than this is dead.
-STALE_S = 30.0
 _MAX_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """What a running session said of itself."""
+    """The last document of a running session."""
 
     pid: int
     age_s: float  # seconds since it was written
@@ -44,12 +42,19 @@ class Live:
 class LiveFile:
     """A reporter that keeps `OUT/.live.json`. For the holder of OUT's lock only.
 
-    The disk may be slow or full: a thread writes, one document at a time, and a document that
-    could not be written is made up for by the next.
+    The disk may be slow or full: a thread writes, one document at a time, and the next document
+    replaces one that could not be written.
     """
 
-    def __init__(self, out: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *,
+        interval_s: float = DEFAULT_TIMINGS.status.live_interval_s,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = out / LIVE_NAME
+        self._interval_s = interval_s
         self._clock = clock
         self._next = clock()
         self._thread: ThreadPoolExecutor | None = None
@@ -63,7 +68,7 @@ class LiveFile:
     def update(self, counters: Counters) -> None:
         if self._clock() < self._next or (self._writing is not None and not self._writing.done()):
             return
-        self._next = self._clock() + INTERVAL_S
+        self._next = self._clock() + self._interval_s
         document = {
             **self._process,
             "written_at": time.time(),
@@ -92,7 +97,7 @@ class LiveFile:
 
 
 def read_live(out: Path) -> Live | None:
-    """What the running session last said; None where none is running, or has said anything."""
+    """The last document of the running session; None if none is running or has written one."""
     try:
         document = _read(out / LIVE_NAME)
     except (OSError, ValueError):
@@ -101,8 +106,8 @@ def read_live(out: Path) -> Live | None:
     age_s = max(0.0, time.time() - document["written_at"])
     if not is_same_process(document["pid"], document["pid_start_ticks"], namespace):
         return None
-    if namespace != pid_namespace() and age_s > STALE_S:
-        return None
+    if namespace != pid_namespace() and age_s > DEFAULT_TIMINGS.status.stale_s:
+        return None  # whether the process lives cannot be seen from here
     return Live(pid=document["pid"], age_s=age_s, session=document["session"])
 
 
@@ -142,28 +147,19 @@ def _document_like() -> dict[str, Any]:
 
 
 def _require_shape(value: object, example: object, name: str) -> None:
-    """Raise ValueError if a value lacks a field of `example` or has another type, or if a number
-    is out of range."""
-    match example:
-        case dict():
-            if not isinstance(value, dict):
-                raise ValueError(f"{name} is not an object")
-            for key, inner in example.items():
-                if key not in value:
-                    raise ValueError(f"{name} lacks {key}")
-                _require_shape(value[key], inner, key)
-        case list():
-            if not isinstance(value, list):
-                raise ValueError(f"{name} is not a list")
-            for item in value:
-                _require_shape(item, example[0], name)
-        case bool() | str():
-            if type(value) is not type(example):
-                raise ValueError(f"{name} is not {type(example).__name__}")
-        case _:
-            if (
-                not isinstance(value, int | float)
-                or isinstance(value, bool)
-                or not abs(value) < 2**63
-            ):
-                raise ValueError(f"{name} is not a number within the range")
+    """Raise ValueError if a value or a part of it has not the kind that it has in `example`."""
+    if (kind := _kind(example)) is not _kind(value):
+        raise ValueError(f"{name} is missing, or is not {kind.__name__}")
+    if isinstance(value, dict) and isinstance(example, dict):
+        for key, inner in example.items():
+            _require_shape(value.get(key), inner, key)
+    elif isinstance(value, list) and isinstance(example, list):
+        for item in value:
+            _require_shape(item, example[0], name)
+
+
+def _kind(value: object) -> type:
+    """The type of a JSON value. Numbers are of one type, except those beyond 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value)
+    return float if abs(value) < 2**63 else object

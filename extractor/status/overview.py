@@ -1,20 +1,20 @@
-"""`extractor status`: how far a run is, from its manifest alone; also while it is going on."""
+"""Reads a run's rows, failures and running session for `extractor status`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from extractor.core.identity import Identity
 from extractor.core.locations import MANIFEST_NAME
-from extractor.status.live_file import Live, read_live
 from extractor.status.report import totals_document
-from manifest.records import Row, Source, Totals
+from extractor.status.watcher import Begun, Look, Watcher
+from manifest.records import Row
 from manifest.states import State
 from manifest.store import Store
 
-#: Failed rows that are listed; `--all` lists every one.
+#: Maximum failed rows to list; `--all` lists every one.
 SHOWN_FAILURES = 20
 
 
@@ -22,45 +22,35 @@ SHOWN_FAILURES = 20
 class Status:
     """A snapshot of a run."""
 
-    identity: Identity
-    sources: tuple[Source, ...]
-    totals: Totals
+    look: Look
+    begun: Begun  # with alterations
     num_shards: int
     failed: tuple[Row, ...]  # the first of them, or all
-    live: Live | None  # what a session that is going on says of itself
-
-    @property
-    def num_rows(self) -> int:
-        return sum(source.num_rows for source in self.sources)
-
-    @property
-    def num_unread(self) -> int:
-        """Rows that no session came to yet."""
-        return self.num_rows - self.totals.num_rows
 
     def path_of(self, row: Row) -> str:
         """The path of the input file that holds a row."""
-        is_known = row.source < len(self.sources)
-        return self.sources[row.source].path if is_known else f"source {row.source}"
+        sources, number = self.begun.sources, row.origin.source
+        return sources[number].path if number < len(sources) else f"source {number}"
 
     def to_document(self) -> dict[str, Any]:
         """The stable JSON of `extractor status --json`."""
+        begun, live = self.begun, self.look.live
         return {
-            "model": self.identity.model,
-            "boundaries": list(self.identity.boundaries),
-            "last_kind": self.identity.last_kind,
-            "dtype": self.identity.dtype,
-            "input_rows": self.num_rows,
-            "unread": self.num_unread,
-            **totals_document(self.totals),
+            "model": begun.identity.model.path,
+            "boundaries": list(begun.identity.boundaries),
+            "last_kind": begun.identity.last_kind,
+            "dtype": begun.identity.model.dtype,
+            "input_rows": begun.num_rows,
+            "unread": begun.num_unread,
+            **totals_document(begun.totals),
             "shards": self.num_shards,
-            "live": None if self.live is None else {"pid": self.live.pid, **self.live.session},
+            "live": None if live is None else {"pid": live.pid, **live.session},
             "failed_rows": [
                 {
                     "row": row.ordinal,
                     "source": self.path_of(row),
-                    "line": row.line,
-                    "label": row.label,
+                    "line": row.origin.line,
+                    "label": row.origin.label,
                     "reason": row.reason,
                     "detail": row.detail,
                 }
@@ -70,21 +60,17 @@ class Status:
 
 
 def read_status(out: Path, *, all_failures: bool = False) -> Status:
-    """Raises ManifestMissing where there is no run."""
+    """Raises ManifestMissing where there is no run, UsageError where none has begun."""
+    # First: a run that ends meanwhile may be shown at work, but not the reverse.
+    look = Watcher(out).look()
     store = Store.open_read_only(out / MANIFEST_NAME)
     try:
-        failed: list[Row] = []
-        for row in store.failed_rows():
-            if not all_failures and len(failed) == SHOWN_FAILURES:
-                break
-            failed.append(row)
+        begun = Begun.read(store, with_alterations=True)
         return Status(
-            identity=Identity.from_document(store.identity()),
-            sources=tuple(store.sources()),
-            totals=store.totals(),
+            look=replace(look, begun=begun),
+            begun=begun,
             num_shards=len(store.shards()),
-            failed=tuple(failed),
-            live=read_live(out),
+            failed=tuple(islice(store.failed_rows(), None if all_failures else SHOWN_FAILURES)),
         )
     finally:
         store.close()
@@ -93,9 +79,10 @@ def read_status(out: Path, *, all_failures: bool = False) -> Status:
 def failed_table(status: Status) -> str:
     """File, line, reason and detail of the failed rows that the status holds."""
     lines = [
-        f"{status.path_of(row)}:{row.line}: {row.reason}: {row.detail}" for row in status.failed
+        f"{status.path_of(row)}:{row.origin.line}: {row.reason}: {row.detail}"
+        for row in status.failed
     ]
-    hidden = status.totals.by_state.get(State.FAILED, 0) - len(lines)
+    hidden = status.begun.totals.by_state.get(State.FAILED, 0) - len(lines)
     if hidden:
         lines.append(f"… and {hidden:,} more: extractor status --all")
     return "\n".join(lines)

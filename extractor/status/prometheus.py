@@ -1,7 +1,7 @@
-"""Edge: the run's numbers for Prometheus, on a port of this host (`extractor run --metrics-port`).
+"""Serves the run's metrics to Prometheus (`extractor run --metrics-port`).
 
-Nothing is counted here: each scrape reads the session's `Counters`, which go on where all servers
-went and one came back (`--server-wait`).
+Nothing is counted here: each scrape reads the session's `Counters`, which continue when all servers
+were lost and one came back (`--server-wait`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT_HOST = "127.0.0.1"
 
 
 class Metrics:
-    """A reporter that shows the last counters it was given to whoever scrapes them."""
+    """A reporter that exports the last counters it received."""
 
     def __init__(self) -> None:
         self._counters: Counters | None = None
@@ -37,16 +37,16 @@ class Metrics:
         pass
 
     def collect(self) -> Iterator[Metric]:
-        """What `prometheus_client` calls for each scrape; nothing before the first prompt."""
+        """The metrics of one scrape, for `prometheus_client`; none before the first prompt."""
         if self._counters is not None:
             yield from _families(self._counters)
 
 
 class MetricsServer:
-    """Serves metrics over HTTP, for the length of the block.
+    """Serves metrics over HTTP within a `with` block.
 
     Raises MissingExtra without prometheus-client, UsageError when the port is taken or the host is
-    none of this machine's.
+    not an address of this machine.
     """
 
     def __init__(self, metrics: Metrics, *, port: int, host: str = DEFAULT_HOST) -> None:
@@ -90,10 +90,11 @@ def _families(counters: Counters) -> Iterator[Metric]:
         HistogramMetricFamily,
     )
 
+    rows, now = counters.rows, counters.now
     for name, what, value in (
         ("tokens", "Tokens of stored samples, this session.", counters.tokens),
         ("stored_bytes", "Bytes of stored samples, this session.", counters.stored_bytes),
-        ("rows_stored", "Rows stored, this session.", counters.rows.stored),
+        ("rows_stored", "Rows stored, this session.", rows.stored),
         ("requests_sent", "Requests sent, this session.", counters.sent),
         ("requests_retried", "Requests that are made again, this session.", counters.retried),
     ):
@@ -102,48 +103,43 @@ def _families(counters: Counters) -> Iterator[Metric]:
         "extractor_rows_failed", "Rows given up, this session, by reason.", labels=["reason"]
     )
     for reason in Reason:  # those without a row too: a series that begins at 1 shows no increase
-        failed.add_metric([reason.value], counters.rows.failed_by_reason[reason])
+        failed.add_metric([reason.value], rows.failed_by_reason[reason])
     yield failed
     for name, what, value in (
-        ("rows", "Rows of the input.", counters.rows.total),
-        ("rows_settled", "Rows stored or given up, over all sessions.", counters.rows.settled),
-        ("requests_in_flight", "Requests with the servers, all together.", counters.now.in_flight),
+        ("rows", "Rows of the input.", rows.total),
+        ("rows_settled", "Rows stored or given up, over all sessions.", rows.settled),
+        ("requests_in_flight", "Requests with the servers, all together.", now.in_flight),
         (
             "requests_limit",
             "Requests that may be with the servers, all together.",
-            counters.now.request_limit,
+            now.request_limit,
         ),
-        ("budget_bytes", "Bytes of dumps that are allowed at a time.", counters.now.budget_bytes),
-        ("budget_used_bytes", "Of these, what is taken or promised.", counters.now.shm_bytes),
+        ("budget_bytes", "Bytes of dumps that are allowed at a time.", now.budget_bytes),
+        ("budget_used_bytes", "Of these, what is taken or promised.", now.shm_bytes),
     ):
         yield GaugeMetricFamily(f"extractor_{name}", what, value=value)
-    up = GaugeMetricFamily(
-        "extractor_server_up", "1: prompts are sent to it; 0: it is away.", labels=["server"]
-    )
-    in_flight = GaugeMetricFamily(
-        "extractor_server_requests_in_flight", "Requests with this server.", labels=["server"]
-    )
-    limit = GaugeMetricFamily(
-        "extractor_server_requests_limit",
-        "Requests that may be with this server; 0 while it is away.",
-        labels=["server"],
-    )
-    answered = CounterMetricFamily(
-        "extractor_server_prompts", "Prompts it answered, this session.", labels=["server"]
-    )
-    for server in counters.now.servers:
-        up.add_metric([server.url], server.is_up)
-        in_flight.add_metric([server.url], server.in_flight)
-        limit.add_metric([server.url], server.request_limit)
-        answered.add_metric([server.url], server.num_prompts)
-    yield from (up, in_flight, limit, answered)
+    for kind, name, attribute, what in (
+        (GaugeMetricFamily, "up", "is_up", "1: prompts are sent to it; 0: it is away."),
+        (GaugeMetricFamily, "requests_in_flight", "in_flight", "Requests with this server."),
+        (
+            GaugeMetricFamily,
+            "requests_limit",
+            "request_limit",
+            "Requests that may be with this server; 0 while it is away.",
+        ),
+        (CounterMetricFamily, "prompts", "num_prompts", "Prompts it answered, this session."),
+    ):
+        family = kind(f"extractor_server_{name}", what, labels=["server"])
+        for server in now.servers:
+            family.add_metric([server.url], getattr(server, attribute))
+        yield family
     queue = GaugeMetricFamily(
         "extractor_queue_length",
         "Prompts that wait for room in the budget; samples that wait for a mover.",
         labels=["queue"],
     )
-    queue.add_metric(["budget"], counters.now.budget_queue)
-    queue.add_metric(["mover"], counters.now.mover_queue)
+    queue.add_metric(["budget"], now.budget_queue)
+    queue.add_metric(["mover"], now.mover_queue)
     yield queue
     stages = HistogramMetricFamily(
         "extractor_stage_duration_seconds", "How long each stage takes.", labels=["stage"]

@@ -1,7 +1,8 @@
-"""The rows of a run in numbers, for people and for programs. Pure."""
+"""Formats the counts of rows and of a session, as text and as JSON. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from extractor.core.counters import Counters
@@ -12,7 +13,7 @@ from manifest.states import State
 
 
 def totals_document(totals: Totals) -> dict[str, Any]:
-    """The part that the JSON of `run`, `verify` and `status` has in common."""
+    """The common part of the JSON of `run`, `verify` and `status`."""
     return {
         "rows": {state.value: totals.by_state.get(state, 0) for state in State},
         "failed": {reason.value: count for reason, count in sorted(totals.by_reason.items())},
@@ -23,10 +24,21 @@ def totals_document(totals: Totals) -> dict[str, Any]:
     }
 
 
-def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
-    """The rows by state and reason; they add up to the rows of the input."""
-    rows = [(state.value, f"{totals.by_state.get(state, 0):,}") for state in State]
-    rows = [row for row in rows if row[1] != "0" or row[0] in ("stored", "failed")]
+def totals_table(
+    totals: Totals, *, num_unread: int = 0, now: Mapping[str, Any] | None = None
+) -> str:
+    """The rows by state and reason; they add up to the rows of the input.
+
+    `now`: of the `session_document` of a running session, which has rows in flight.
+    """
+    counts = {state: totals.by_state.get(state, 0) for state in State}
+    rows = []
+    if counts[State.PLANNED]:
+        rows.append(("planned", f"{counts[State.PLANNED]:,}"))
+    if now is not None:
+        rows.append(("  with a server", f"{now['in_flight']:,}"))
+        rows.append(("  waiting for a mover", f"{now['mover_queue']:,}"))
+    rows += [(state.value, f"{counts[state]:,}") for state in (State.STORED, State.FAILED)]
     for reason, count in sorted(totals.by_reason.items()):
         rows.append((f"  {reason}", f"{count:,}"))
     if num_unread:
@@ -42,7 +54,7 @@ def totals_table(totals: Totals, *, num_unread: int = 0) -> str:
 
 
 def session_document(counters: Counters) -> dict[str, Any]:
-    """What `extractor run --json` ends with and `extractor status` shows meanwhile.
+    """The session in the JSON of `extractor run`, and in `.live.json` meanwhile.
 
     Counts are of this session, but for `input_rows` and `settled_before`; `now` is of the moment.
     """
@@ -88,7 +100,7 @@ def session_document(counters: Counters) -> dict[str, Any]:
 
 
 def durations_document(durations: Durations) -> dict[str, float]:
-    """How many there were, and milliseconds; p50 and p99 are at most 12 % too high."""
+    """Count and milliseconds; p50 and p99 are at most 12 % too high."""
     return {
         "count": durations.count,
         "mean_ms": 1e3 * durations.mean_s,

@@ -1,4 +1,4 @@
-"""What a run shows while it is going on. Writes to stderr only."""
+"""Show a running session: a bar for a terminal, lines for a log. Writes to stderr only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Never, TextIO
+from typing import Any, Never, TextIO
 
 from tqdm import tqdm
 
@@ -14,11 +14,11 @@ from extractor.core.counters import Counters
 from extractor.core.events import Reporter
 from extractor.core.humanize import amount, rate
 from extractor.core.log_line import log_line
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.report import session_document
 
-LINE_INTERVAL_S = 30.0
-#: Columns of a bar, at least, before figures are left out for it.
-LEAST_BAR = 8
+#: Minimum columns of the bar; figures are dropped to make room for it.
+MIN_BAR = 8
 _BEFORE_BAR, _AFTER_BAR = "{percentage:3.0f}%|", "| {n_fmt}/{total_fmt} [ETA {remaining}{postfix}]"
 
 
@@ -52,19 +52,24 @@ class BarReporter:
 
 
 class LineReporter:
-    """One line each 30 s, for logs that people read."""
+    """A line every `interval_s`, for logs that people read."""
 
     def __init__(
-        self, stream: TextIO = sys.stderr, *, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO = sys.stderr,
+        *,
+        interval_s: float = DEFAULT_TIMINGS.status.line_interval_s,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = stream
+        self._interval_s = interval_s
         self._clock = clock
-        self._next = clock() + LINE_INTERVAL_S
+        self._next = clock() + interval_s
 
     def update(self, counters: Counters) -> None:
         if self._clock() < self._next:
             return
-        self._next = self._clock() + LINE_INTERVAL_S
+        self._next = self._clock() + self._interval_s
         settled, total = counters.rows.settled, counters.rows.total
         self.report(
             f"{settled:,}/{total:,} rows, {', '.join(_figures(counters))}",
@@ -72,9 +77,7 @@ class LineReporter:
             session=session_document(counters),
         )
 
-    def report(
-        self, message: str, *, event: str = "note", level: str = "info", **fields: object
-    ) -> None:
+    def report(self, message: str, **_: object) -> None:
         print(message, file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -85,20 +88,16 @@ class JsonReporter(LineReporter):
     """The same lines as JSON objects, one a line, for logs that programs read.
 
     Every object has `time` (UTC, ISO 8601), `level` (info, warning or error), `event` and
-    `message`, and what else docs/observability.md has of its event.
+    `message`; docs/observability.md lists the other fields of each event.
     """
 
-    def report(
-        self, message: str, *, event: str = "note", level: str = "info", **fields: object
-    ) -> None:
-        line = log_line(message, event=event, level=level, **fields)
-        self._stream.write(f"{line}\n")  # at once: other threads write log records there
+    def report(self, message: str, **fields: Any) -> None:
+        self._stream.write(f"{log_line(message, **fields)}\n")  # at once: other threads log there
         self._stream.flush()
 
 
 class Together:
-    """Several reporters as one. A terminal that went away, or a log on a full disk, ends no run:
-    whoever cannot be told is not told."""
+    """Several reporters as one. A closed terminal, or a log on a full disk, does not end a run."""
 
     def __init__(self, *reporters: Reporter) -> None:
         self._reporters = reporters
@@ -108,12 +107,10 @@ class Together:
             with suppress(OSError):
                 reporter.update(counters)
 
-    def report(
-        self, message: str, *, event: str = "note", level: str = "info", **fields: object
-    ) -> None:
+    def report(self, message: str, **fields: Any) -> None:
         for reporter in self._reporters:
             with suppress(OSError):
-                reporter.report(message, event=event, level=level, **fields)
+                reporter.report(message, **fields)
 
     def close(self) -> None:
         for reporter in self._reporters:
@@ -122,27 +119,27 @@ class Together:
 
 
 def reporter_for(stream: TextIO = sys.stderr, *, as_json: bool = False) -> Reporter:
-    """For a person at a terminal, a log that people read, or one that programs read."""
+    """The reporter for a terminal, a log that people read, or one that programs read."""
     if as_json:
         return JsonReporter(stream)
     return BarReporter(stream) if stream.isatty() else LineReporter(stream)
 
 
 def _that_fit(bar: tqdm[Never], figures: Sequence[str]) -> str:
-    """As many of the figures, from the first on, as leave room for a bar that can be read."""
+    """The longest prefix of the figures that leaves room for a readable bar."""
     parts = bar.format_dict
     width = parts["ncols"]
     parts |= {"bar_format": f"{_BEFORE_BAR}{_AFTER_BAR}", "ncols": None}
     for number in range(len(figures), 1, -1):
         postfix = ", ".join(figures[:number])
         without_bar = tqdm.format_meter(**{**parts, "postfix": postfix})
-        if width is None or len(without_bar) + LEAST_BAR <= width:
+        if width is None or len(without_bar) + MIN_BAR <= width:
             return postfix
     return figures[0]
 
 
 def _figures(counters: Counters) -> tuple[str, ...]:
-    """The first are the most telling: where there is little room, the last are left out."""
+    """The most important first: the last are dropped where there is little room."""
     return (
         f"{counters.rows.failed:,} failed",
         f"{counters.now.in_flight}/{counters.now.request_limit} in flight",

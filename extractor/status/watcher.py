@@ -1,7 +1,7 @@
-"""`extractor status --watch`: a run of another process, looked at again and again until it ends.
+"""Watches a run of another process until it ends, for `extractor status --watch`.
 
 Two sources: the manifest, read-only and by its tallies alone, so that ten million rows cost no more
-than ten; and `.live.json` for what only the running session knows. The manifest is opened anew for
+than ten; and `.live.json` for what only the running session knows. The manifest is opened again for
 each look: a connection that stayed open would keep the run from closing it as one plain file.
 """
 
@@ -14,27 +14,42 @@ from pathlib import Path
 
 from extractor.core.identity import Identity
 from extractor.core.locations import MANIFEST_NAME
+from extractor.core.timings import DEFAULT_TIMINGS, StatusTimings
 from extractor.status.live_file import Live, read_live
 from extractor.system.lock import writer_of
 from manifest.exceptions import ManifestError, ManifestMissing
-from manifest.records import Totals
+from manifest.records import Source, Totals
 from manifest.states import State
 from manifest.store import Store
-
-#: Between two looks, and between two lines of a log.
-LOOK_INTERVAL_S = 1.0
-LINE_INTERVAL_S = 30.0
-#: A run that is started in the same moment shows itself within so long.
-PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """What the manifest says of a run that has begun."""
+    """The manifest of a run that has begun."""
 
     identity: Identity
-    num_rows: int  # of the input
-    totals: Totals  # without alterations
+    sources: tuple[Source, ...]
+    totals: Totals
+
+    @classmethod
+    def read(cls, store: Store, *, with_alterations: bool) -> Begun:
+        """`with_alterations`: count them, which reads every row. Raises ConfigMismatch where no
+        data set has begun."""
+        return cls(
+            identity=Identity.from_document(store.identity()),
+            sources=tuple(store.sources()),
+            totals=store.totals(with_alterations=with_alterations),
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the input."""
+        return sum(source.num_rows for source in self.sources)
+
+    @property
+    def num_unread(self) -> int:
+        """Rows that no session has reached yet."""
+        return self.num_rows - self.totals.num_rows
 
     @property
     def num_settled(self) -> int:
@@ -51,8 +66,8 @@ class Look:
     """A run at one moment."""
 
     out: Path
-    begun: Begun | None  # None while a run has not got as far as its first prompt
-    live: Live | None  # of the session that is going on; after the end, of the last that was seen
+    begun: Begun | None  # None until the run has reached its first prompt
+    live: Live | None  # of the running session; after the end, of the last that was seen
     writer: int | None  # pid of the process that is at work in `out`
 
     @property
@@ -81,7 +96,7 @@ class Watcher:
             writer = live.pid  # of another PID namespace, where the lock cannot be seen into
         if live is not None:
             self._last_live = live
-        # While it waits for its server, or ends, what it said last is true no more.
+        # While it waits for its server, or ends, its last document no longer holds.
         shown = self._last_live if writer is None else live
         return Look(out=self._out, begun=self._begun(writer), live=shown, writer=writer)
 
@@ -91,16 +106,11 @@ class Watcher:
         except ManifestError:
             if writer is None:
                 raise
-            return None  # it is being made
+            return None  # it is being created
         try:
-            document = store.identity()
-            if not document and writer is not None:
+            if writer is not None and not store.identity():
                 return None
-            return Begun(
-                identity=Identity.from_document(document),
-                num_rows=sum(source.num_rows for source in store.sources()),
-                totals=store.totals(with_alterations=False),
-            )
+            return Begun.read(store, with_alterations=False)
         finally:
             store.close()
 
@@ -110,34 +120,35 @@ def watch(
     show: Callable[[Look], None],
     *,
     interval_s: float,
+    timings: StatusTimings = DEFAULT_TIMINGS.status,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Look:
     """Show a look every `interval_s` until the run is over; the last look, which is shown too.
 
-    An end is noticed within a second, however long the interval. Where nothing is at work, and
-    something is left to do, it is waited for a run that only starts. Raises ManifestMissing where
-    there is no run, UsageError where none got as far as its first prompt.
+    An end is noticed within `look_interval_s`, however long the interval. Where nothing is at work
+    and rows are left, wait `patience_s` for a run that is only starting. Raises ManifestMissing
+    where there is no run, UsageError where none got as far as its first prompt.
     """
     watcher = Watcher(out)
     next_s = clock()
-    give_up_s = next_s + PATIENCE_S
+    give_up_s = next_s + timings.patience_s
     while True:
         try:
             look = watcher.look()
         except ManifestMissing:
             if clock() >= give_up_s:
                 raise
-            sleep(LOOK_INTERVAL_S)
+            sleep(timings.look_interval_s)
             continue
         if not look.is_over:
             give_up_s = float("-inf")  # it was seen: its end is the end
         elif not look.is_done and clock() < give_up_s:
-            sleep(LOOK_INTERVAL_S)
+            sleep(timings.look_interval_s)
             continue
         if look.is_over or clock() >= next_s:
             next_s = clock() + interval_s
             show(look)
         if look.is_over:
             return look
-        sleep(LOOK_INTERVAL_S)
+        sleep(timings.look_interval_s)

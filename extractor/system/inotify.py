@@ -19,16 +19,7 @@ from pathlib import Path
 
 from inotify_simple import INotify, flags
 
-#: Between two listings.
-LISTING_INTERVAL_S = 1.0
-#: Slower listings (about 10,000 files) are made proportionally less often.
-LISTING_COST_S = 0.02
-#: Without inotify: the pause between listings, as a multiple of a listing's duration.
-LISTING_PAUSES = 4
-#: Between two looks while something arrives: a look costs as much as reading several headers.
-BUSY_INTERVAL_S = 0.005
-#: The same while nothing does, where the kernel tells nothing.
-IDLE_INTERVAL_S = 0.02
+from extractor.core.timings import DEFAULT_TIMINGS, ListingTimings
 
 _NEWS = flags.MOVED_TO
 _LOSSES = flags.Q_OVERFLOW | flags.IGNORED | flags.UNMOUNT
@@ -37,8 +28,15 @@ _LOSSES = flags.Q_OVERFLOW | flags.IGNORED | flags.UNMOUNT
 class DirectoryWatch:
     """Reports each new name of a regular file in some directories once."""
 
-    def __init__(self, directories: Sequence[Path], *, is_wanted: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        *,
+        is_wanted: Callable[[str], bool],
+        timings: ListingTimings = DEFAULT_TIMINGS.collect.listing,
+    ) -> None:
         """`is_wanted`: by name alone; all others are never reported."""
+        self._timings = timings
         self._directories = tuple(directories)
         self._is_wanted = is_wanted
         self._reported: dict[Path, set[str]] = {path: set() for path in directories}
@@ -66,7 +64,8 @@ class DirectoryWatch:
         """
         found: dict[Path, set[str]] = {path: set() for path in self._directories}
         # Listed first: what moves in meanwhile is told, and then known twice, not never.
-        interval_s = LISTING_INTERVAL_S * max(1.0, self._listing_s / LISTING_COST_S)
+        timings = self._timings
+        interval_s = timings.interval_s * max(1.0, self._listing_s / timings.cost_s)
         if not self._is_told or time.monotonic() - self._listed_at >= interval_s:
             self._list(found)
         if not self._take_told(found):
@@ -102,9 +101,10 @@ class DirectoryWatch:
 
     async def wait(self) -> None:
         """Return when there may be something to poll."""
+        timings = self._timings
         if not self._is_told:
-            pause_s = BUSY_INTERVAL_S if self._found_any else IDLE_INTERVAL_S
-            await asyncio.sleep(max(pause_s, LISTING_PAUSES * self._listing_s))
+            pause_s = timings.busy_pause_s if self._found_any else timings.idle_pause_s
+            await asyncio.sleep(max(pause_s, timings.pauses * self._listing_s))
             return
         assert self._notify is not None
         loop = asyncio.get_running_loop()
@@ -112,11 +112,11 @@ class DirectoryWatch:
         loop.add_reader(self._notify.fileno(), told.set)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(LISTING_INTERVAL_S):
+                async with asyncio.timeout(timings.interval_s):
                     await told.wait()
         finally:
             loop.remove_reader(self._notify.fileno())
-        await asyncio.sleep(BUSY_INTERVAL_S)  # what comes together is taken together
+        await asyncio.sleep(timings.busy_pause_s)  # what comes together is taken together
 
     def _list(self, found: dict[Path, set[str]]) -> None:
         began_at = time.monotonic()

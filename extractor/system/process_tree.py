@@ -7,22 +7,16 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-from extractor.system.shared_memory import (
-    inodes_in_shared_memory,
-    remove_abandoned,
-    shared_memory_inodes,
-)
+from extractor.core.timings import DEFAULT_TIMINGS, StopTimings
+from extractor.system.shared_memory import mapped_inodes, remove_files
 from extractor.system.signals import patience_s, to_its_end
 
-STOP_PATIENCE_S = 15.0
-#: Time to keep after a stop signal for killed processes to exit and for the cleanup behind them.
-KILL_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -30,15 +24,10 @@ class ServerProcess:
     """A running command whose output goes to a log file."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        log_path: Path,
-        *,
-        inodes_before: Collection[int],
+        self, process: asyncio.subprocess.Process, log_path: Path, timings: StopTimings
     ) -> None:
-        """`inodes_before`: of what was in /dev/shm before it was started."""
         self._process = process
-        self._inodes_before = inodes_before
+        self._timings = timings
         self.log_path = log_path
 
     @property
@@ -66,10 +55,6 @@ class ServerProcess:
         lines = self.log_text(tail_bytes=4096).strip().splitlines()
         return lines[-1].strip() if lines else "(empty)"
 
-    def shared_memory_inodes(self) -> set[int]:
-        """Of the files in /dev/shm that the tree has mapped now."""
-        return shared_memory_inodes([self.pid, *(child.pid for child in descendants(self.pid))])
-
     def kill(self) -> None:
         """End the whole tree by force, at once."""
         for child in descendants(self.pid):
@@ -79,12 +64,15 @@ class ServerProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def stop(self) -> None:
-        """End the whole tree: politely, then by force; and remove what it leaves in /dev/shm.
+        """End the whole tree: politely, then by force. Then remove the files in /dev/shm that it
+        had mapped.
 
         SIGTERM goes to the root alone, so that it can stop its children in its own order.
         """
-        until = time.monotonic() + patience_s(STOP_PATIENCE_S, keep_s=KILL_S)
+        timings = self._timings
+        until = time.monotonic() + patience_s(timings.server_s, keep_s=timings.kill_s)
         children = descendants(self.pid)
+        inodes = mapped_inodes([self.pid, *(child.pid for child in children)])
         with suppress(ProcessLookupError):
             self._process.terminate()
         with suppress(TimeoutError):
@@ -95,21 +83,24 @@ class ServerProcess:
         for child in alive:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        await asyncio.to_thread(psutil.wait_procs, alive, STOP_PATIENCE_S)
+        await asyncio.to_thread(psutil.wait_procs, alive, timings.server_s)
         # Children that were born meanwhile are still in the group.
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
-        await asyncio.to_thread(remove_abandoned, self._inodes_before)
+        remove_files(inodes)
 
 
 @asynccontextmanager
 async def started(
-    command: Sequence[str], *, environment: Mapping[str, str], log_path: Path
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    log_path: Path,
+    timings: StopTimings = DEFAULT_TIMINGS.stop,
 ) -> AsyncIterator[ServerProcess]:
-    """Start `command`; whatever ends the block, or us, ends it and all that it started, and removes
-    what that leaves in /dev/shm, also where it had ended by itself."""
-    inodes_before = inodes_in_shared_memory()
+    """Start `command`. The end of the block, or of this process, ends it and all that it
+    started."""
     with open(log_path, "wb") as log:  # noqa: ASYNC230 - a local file, once per server
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -120,7 +111,7 @@ async def started(
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-    server = ServerProcess(process, log_path, inodes_before=inodes_before)
+    server = ServerProcess(process, log_path, timings)
     try:
         yield server
     finally:

@@ -13,13 +13,12 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 from extractor.core.errors import Interrupted
+from extractor.core.timings import DEFAULT_TIMINGS
 
 Result = TypeVar("Result")
 
 #: A person's Ctrl-C, a job scheduler's end of time, a terminal that went away.
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: From the first signal to the end of the process. Job schedulers kill after 30 s, some after 20 s.
-END_S = 18.0
 
 
 class StopHandler:
@@ -31,13 +30,20 @@ class StopHandler:
     | it is asked already, or anything else is going on | cancels the command, which cleans up |
     | all is cleaned up, but a thread is still waited for | ends the process |
 
-    END_S after the first signal, a timer thread calls `end` in any case, since a disk or a server
+    `end_s` after the first signal, a timer thread calls `end` in any case, since a disk or a server
     may block the command for ever.
     """
 
-    def __init__(self, task: asyncio.Task[Any], *, end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        task: asyncio.Task[Any],
+        *,
+        end: Callable[[], None] | None = None,
+        end_s: float = DEFAULT_TIMINGS.stop.end_s,
+    ) -> None:
         self._task = task
         self._end = end
+        self._end_s = end_s
         self._stop: asyncio.Event | None = None
         self._first_at: float | None = None  # time.monotonic() of the first signal
 
@@ -46,7 +52,7 @@ class StopHandler:
         """Seconds until `end` is called; infinite before the first signal."""
         if self._first_at is None:
             return float("inf")
-        return max(0.0, self._first_at + END_S - time.monotonic())
+        return max(0.0, self._first_at + self._end_s - time.monotonic())
 
     def install(self) -> None:
         """Handle the signals even where SIGINT was ignored, as in the background of a script; but
@@ -66,7 +72,7 @@ class StopHandler:
         if self._first_at is None:
             self._first_at = time.monotonic()
             if self._end is not None:
-                timer = threading.Timer(END_S, self._end)
+                timer = threading.Timer(self._end_s, self._end)
                 timer.daemon = True  # the command may exit earlier
                 timer.start()
         if self._task.done():
@@ -91,7 +97,7 @@ _current: ContextVar[StopHandler | None] = ContextVar("stop_handler", default=No
 
 
 def patience_s(wanted: float, *, keep_s: float = 0.0) -> float:
-    """Seconds to wait: `wanted`, but after a signal at most the rest of END_S minus `keep_s`.
+    """Seconds to wait: `wanted`, but after a signal at most the handler's `left_s` minus `keep_s`.
 
     `keep_s`: time to reserve for later shutdown steps.
     """
@@ -120,16 +126,19 @@ async def to_its_end(
 
 
 async def under_signals(
-    coroutine: Coroutine[Any, Any, Result], *, end: Callable[[], None] | None = None
+    coroutine: Coroutine[Any, Any, Result],
+    *,
+    end: Callable[[], None] | None = None,
+    end_s: float = DEFAULT_TIMINGS.stop.end_s,
 ) -> Result:
     """Await `coroutine` in a task that stop signals cancel.
 
     Meant for a whole command: the handler stays until the event loop is closed. `end`: ends the
-    process, END_S after the first signal.
+    process, `end_s` after the first signal.
     """
     task = asyncio.current_task()
     assert task is not None
-    handler = StopHandler(task, end=end)
+    handler = StopHandler(task, end=end, end_s=end_s)
     handler.install()
     _current.set(handler)
     return await coroutine

@@ -1,4 +1,4 @@
-"""`extractor verify`: proves a data set from its shards and its manifest alone.
+"""Proves a data set from its shards and its manifest alone, for `extractor verify`.
 
 Both are untrusted: every value is checked before it is used, sizes are compared with the file
 before anything is read into memory, and unreadable data is reported as a finding.
@@ -8,36 +8,31 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 import orjson
 
-from extractor.core.errors import CorruptData, UsageError
 from extractor.core.humanize import counted
 from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
-from extractor.servers.canary import ids_of
 from extractor.shards.dataset import dataset_document
-from extractor.shards.format import shard_name
+from extractor.shards.recovery import ManifestLost, require_begun, require_manifest
 from extractor.shards.sample_copy import BLOCK_BYTES
-from extractor.shards.strays import ManifestLost, require_begun, require_manifest
 from extractor.shards.writer import open_shard_path, sealed_shard_path
 from extractor.status.live_file import live_problem
 from extractor.system.files import open_regular, read_regular
 from extractor.system.lock import writer_of
 from extractor.verify.findings import Audit, FindingKind, Progress
+from extractor.verify.manifest_audit import ManifestAuditor
 from extractor.verify.shard_audit import ShardAuditor
 from manifest.causes import LIMIT_ERRNOS
-from manifest.decoding import Damage, as_json, shown
+from manifest.decoding import shown
 from manifest.exceptions import ManifestDamaged
-from manifest.records import Row, ServerStart, Shard
-from manifest.states import State
+from manifest.records import Shard
 from manifest.store import Store
 from prompts.types import Alteration
-from server_patch.dump_format import DumpFormatError
 
 _MAX_DATASET_BYTES = 16 << 20
 _MAX_DIFFERENCES = 100
@@ -70,7 +65,7 @@ def audit(out: Path, *, fast: bool = False, progress: Progress = lambda _: None)
     try:
         store = open_manifest(out)
     except (ManifestDamaged, ManifestLost) as error:
-        found.find(FindingKind.MANIFEST_DAMAGED, str(error))
+        found.findings.find(FindingKind.MANIFEST_DAMAGED, str(error))
         return found
     try:
         _Auditor(out, store, found, progress=progress).run()
@@ -87,196 +82,24 @@ class _Auditor:
         self._progress = progress
         self._block = memoryview(bytearray(BLOCK_BYTES))
         self._audit = found
-        self._find = found.find
-        self._num_sources = 0
-        self._starts: list[ServerStart] = []
-        self._shards: list[Shard] = []
-        writer = found.writer
-        self._remedy = (
-            "run the same command again" if writer is None else f"process {writer} is at it"
-        )
+        self._find = found.findings.find
+        self._manifest = ManifestAuditor(store, found.findings, remedy=found.remedy)
 
     def run(self) -> None:
-        self._store.limit_work()
-        is_sound = self._survives(self._check_file)
-        for step in (
-            self._read_sources,
-            self._read_starts,
-            self._check_canaries,
-            self._read_shards,
-            self._read_totals,
-            self._check_rows,
-        ):
-            self._survives(step)
-        if is_sound:  # in a damaged file, sums over all rows may never end
-            self._survives(self._check_sums)
-        self._survives(self._check_samples)
+        self._manifest.run()
+        self._audit.contents = self._manifest.contents
+        self._manifest.survives(self._check_samples)
         self._check_unknown_files()
         if (problem := live_problem(self._out)) is not None:
             self._find(FindingKind.LIVE_DAMAGED, problem)
 
-    def _survives(self, step: Callable[[], None]) -> bool:
-        """Whether a step completed without a finding about the manifest itself."""
-        before = self._audit.counts[FindingKind.MANIFEST_DAMAGED]
-        try:
-            step()
-        except ManifestDamaged as error:
-            self._find(FindingKind.MANIFEST_DAMAGED, str(error))
-        return self._audit.counts[FindingKind.MANIFEST_DAMAGED] == before
-
-    # --- the manifest ------------------------------------------------------------------------
-
-    def _check_file(self) -> None:
-        for problem in self._store.integrity_problems():
-            self._find(FindingKind.MANIFEST_DAMAGED, problem)
-
-    def _read_sources(self) -> None:
-        sources = self._store.checked_sources()
-        self._num_sources = len(sources)
-        for number, source in enumerate(sources):
-            if isinstance(source, Damage):
-                self._find(FindingKind.MANIFEST_DAMAGED, str(source))
-                continue
-            self._audit.num_input_rows += source.num_rows
-            if source.number != number or not _is_digest(source.digest):
-                self._find(
-                    FindingKind.MANIFEST_DAMAGED,
-                    f"sources, row {source.number}: must be number {number}, and its digest "
-                    f"{shown(source.digest)} 32 hexadecimal digits",
-                )
-
-    def _read_starts(self) -> None:
-        session = 0
-        for number, start in enumerate(self._store.checked_server_starts()):
-            if isinstance(start, Damage):
-                self._find(FindingKind.MANIFEST_DAMAGED, str(start))
-                continue
-            if start.number != number or start.session not in (session, session + 1):
-                self._find(
-                    FindingKind.MANIFEST_DAMAGED,
-                    f"server_starts, row {start.number}: must be number {number}, and its session "
-                    f"{start.session} {session} or the next",
-                )
-            session = start.session
-            self._starts.append(start)
-        self._audit.starts = tuple(self._starts)
-
-    def _check_canaries(self) -> None:
-        numbers = set()
-        for number, canary in self._store.checked_canaries():
-            numbers.add(number)
-            if isinstance(canary, Damage):
-                self._find(FindingKind.MANIFEST_DAMAGED, str(canary))
-                continue
-            try:
-                ids_of(canary)
-            except DumpFormatError as error:
-                self._find(FindingKind.MANIFEST_DAMAGED, f"canaries, row {number}: {error}")
-        references = {start.number for start in self._starts if start.accepted or not start.number}
-        for number in sorted(numbers ^ references):
-            self._find(
-                FindingKind.MANIFEST_DAMAGED,
-                f"canaries, row {number}: there must be one for the first start and for each that "
-                "was let differ, and no other",
-            )
-
-    def _read_shards(self) -> None:
-        records = self._store.checked_shards()
-        self._audit.num_shards = len(records)
-        for shard in records:
-            if isinstance(shard, Damage):
-                self._find(FindingKind.MANIFEST_DAMAGED, str(shard))
-                continue
-            if shard.name != (name := shard_name(shard.number)):
-                # Do not open the file under the recorded name: it may point anywhere.
-                self._find(
-                    FindingKind.MANIFEST_DAMAGED,
-                    f"shards, row {shard.number}: name is {shown(shard.name)}, must be {name}",
-                )
-            self._shards.append(replace(shard, name=name))
-
-    def _read_totals(self) -> None:
-        self._audit.totals = self._store.totals()
-
-    def _check_sums(self) -> None:
-        for problem in self._store.tally_problems():
-            self._find(FindingKind.MANIFEST_DAMAGED, problem)
-        self._audit.duplicates = self._store.count_duplicates()
-
-    def _check_rows(self) -> None:
-        expected = 0
-        place = (0, 0)  # source and line of the row before
-        shards = {shard.number for shard in self._shards}
-        for row in self._store.checked_rows():
-            ordinal = expected if row.ordinal is None else row.ordinal
-            if ordinal != expected:
-                self._find(
-                    FindingKind.ROWS_UNACCOUNTED,
-                    f"rows {expected} to {ordinal - 1} are missing from the manifest",
-                )
-            expected = ordinal + 1
-            problem: str | None
-            if isinstance(row, Damage):
-                problem = row.detail
-            else:
-                problem = self._problem_of(row, place, shards)
-                place = (row.source, row.line)
-                self._audit.num_unattributed += row.state is State.STORED and row.server is None
-                if not row.state.is_terminal:
-                    self._find(
-                        FindingKind.ROW_UNFINISHED,
-                        f"line {row.line} is {row.state}; {self._remedy}",
-                        row=ordinal,
-                    )
-            if problem is not None:
-                self._audit.damage.rows.add(ordinal)
-                self._find(FindingKind.MANIFEST_DAMAGED, problem, row=ordinal)
-        if expected != self._audit.num_input_rows:
-            self._find(
-                FindingKind.ROWS_UNACCOUNTED,
-                f"the input has {self._audit.num_input_rows} rows, the manifest knows the first "
-                f"{expected}; {self._remedy}",
-            )
-
-    def _problem_of(self, row: Row, place: tuple[int, int], shards: set[int]) -> str | None:
-        """The problem with a row whose columns decode; None if there is none."""
-        if row.source >= self._num_sources:
-            return f"source is {row.source}, there are {self._num_sources}"
-        if row.line < 1 or (row.source, row.line) < place:
-            return f"line {row.line} of source {row.source} is behind line {place[1]} of {place[0]}"
-        if row.key is not None and not _is_digest(row.key):
-            return f"key is {shown(row.key)}, must be 32 hexadecimal digits"
-        if row.digest is not None and not _is_digest(row.digest):
-            return f"digest is {shown(row.digest)}, must be 32 hexadecimal digits"
-        if row.label is not None and not _is_json(row.label):
-            return f"label is {shown(row.label)}, must be JSON"
-        if unknown := set(row.alterations) - _ALTERATIONS:
-            return f"alterations has {shown(min(unknown))}, which is unknown"
-        if (row.num_trained or 0) > (row.num_tokens or 0):
-            return f"num_trained is {row.num_trained} of {row.num_tokens} tokens"
-        if row.state is State.FAILED and row.detail is None:
-            return "it failed without a detail"
-        if row.server is not None and row.server >= len(self._starts):
-            return f"server is {row.server}, there are {len(self._starts)}"
-        if row.shard is not None and row.shard not in shards:
-            return f"shard is {row.shard}, which is not among the shards"
-        return None
-
     def _check_samples(self) -> None:
         """Run the checks that need the identity: provenance, shards and their samples."""
-        fields: dict[str, object] = {}
-        for record in self._store.checked_identity():
-            if isinstance(record, Damage):
-                self._find(FindingKind.MANIFEST_DAMAGED, str(record))
-            else:
-                fields[record["name"]] = record["value"]
-        try:
-            identity = Identity.from_document(fields)
-        except (UsageError, CorruptData) as error:
-            self._find(FindingKind.MANIFEST_DAMAGED, f"identity: {error}")
+        identity = self._manifest.identity()
+        if identity is None:
             return
         self._check_provenance(identity)
-        for shard in self._shards:
+        for shard in self._manifest.shards:
             try:
                 self._check_shard(shard, identity)
             except (OSError, EOFError) as error:
@@ -285,7 +108,7 @@ class _Auditor:
                 )
 
     def _check_provenance(self, identity: Identity) -> None:
-        path = self._out / DATASET_NAME
+        path, starts = self._out / DATASET_NAME, self._manifest.contents.starts
         try:
             stated = read_regular(path, max_bytes=_MAX_DATASET_BYTES)
         except OSError as error:
@@ -301,9 +124,10 @@ class _Auditor:
         if not isinstance(document, dict):
             self._find(FindingKind.PROVENANCE, f"{path} is not a JSON object")
             return
-        data = dataset_document(identity, self._starts)
-        expected = orjson.loads(data)
-        if not self._starts:
+        # Whatever the order of its keys, which other versions wrote differently.
+        is_canonical = stated == orjson.dumps(document, option=orjson.OPT_INDENT_2)
+        expected = orjson.loads(dataset_document(identity, starts))
+        if not starts:
             # An older version wrote it and recorded no starts: the manifest lacks these fields.
             for name in ("engine_version", "tool_version", "sessions"):
                 expected.pop(name)
@@ -314,17 +138,15 @@ class _Auditor:
             self._find(
                 FindingKind.PROVENANCE, f"{path}: {name} is {one}, the manifest says {other}"
             )
-        if self._starts and not differs and stated != data:
+        if starts and not differs and not is_canonical:
             self._find(FindingKind.PROVENANCE, f"{path} is not written as this tool writes it")
-
-    # --- shards ------------------------------------------------------------------------------
 
     def _check_shard(self, shard: Shard, identity: Identity) -> None:
         path = sealed_shard_path(self._directory, shard)
         if not shard.is_sealed:
             self._find(
                 FindingKind.SHARD_UNSEALED,
-                f"the run that fills it has not finished; {self._remedy}",
+                f"the run that fills it has not finished; {self._audit.remedy}",
                 shard=shard,
             )
             if not os.path.lexists(path):
@@ -342,15 +164,17 @@ class _Auditor:
             )
             return
         try:
-            ShardAuditor(
+            auditor = ShardAuditor(
                 self._audit, shard, identity, descriptor, block=self._block, progress=self._progress
-            ).run(self._store.checked_shard_rows(shard.number), skip=self._audit.damage.rows)
+            )
+            rows = self._store.checked_shard_rows(shard.number)
+            auditor.run(rows, skip=self._audit.findings.damage.rows)
         finally:
             os.close(descriptor)
 
     def _check_unknown_files(self) -> None:
-        known = {shard.name for shard in self._shards}
-        known |= {open_shard_path(self._directory, shard).name for shard in self._shards}
+        known = {shard.name for shard in self._manifest.shards}
+        known |= {open_shard_path(self._directory, shard).name for shard in self._manifest.shards}
         try:
             names = set(os.listdir(self._directory))
         except FileNotFoundError:
@@ -360,18 +184,6 @@ class _Auditor:
             return
         for name in sorted(names - known):
             self._find(FindingKind.SHARD_UNKNOWN, f"{self._directory / name}")
-
-
-def _is_digest(value: str) -> bool:
-    return _DIGEST.fullmatch(value) is not None
-
-
-def _is_json(value: str) -> bool:
-    try:
-        as_json(value)
-    except ValueError:
-        return False
-    return True
 
 
 def _differences(one: object, other: object, place: str = "") -> Iterator[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""The findings of `extractor verify` and how they are shown. Pure."""
+"""Collects and formats the findings of `extractor verify`. Pure."""
 
 from __future__ import annotations
 
@@ -62,12 +62,17 @@ _OF_A_SHARD = _OF_A_SAMPLE | {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong."""
+    """One problem, and its place."""
 
     kind: FindingKind
     detail: str
     row: int | None = None  # ordinal
     shard: str | None = None
+
+    def __str__(self) -> str:
+        row = "" if self.row is None else f" row {self.row}"
+        shard = "" if self.shard is None else f" in {self.shard}"
+        return f"{self.kind}{row}{shard}: {self.detail}"
 
 
 Progress = Callable[[int], None]
@@ -88,87 +93,17 @@ class Damages:
 
 
 @dataclass(kw_only=True)
-class Audit:
-    """The result of `verify`."""
+class Findings:
+    """The problems found so far."""
 
-    totals: Totals = field(default_factory=_no_totals)
-    num_input_rows: int = 0
-    num_shards: int = 0
-    duplicates: int = 0  # stored samples with the same ids and mask as another
-    samples_checked: int = 0
-    bytes_checked: int = 0
-    is_fast: bool = False
-    writer: int | None = None  # pid of the process that was writing when the audit began
-    findings: list[Finding] = field(default_factory=list)  # MAX_FINDINGS of each kind
-    counts: Counter[FindingKind] = field(default_factory=Counter)  # all of them
+    all: list[Finding] = field(default_factory=list)  # MAX_FINDINGS of each kind
+    counts: Counter[FindingKind] = field(default_factory=Counter)
     damage: Damages = field(default_factory=Damages)
-    starts: tuple[ServerStart, ...] = ()  # server starts that can be read
-    num_unattributed: int = 0  # stored samples of an older version, without a server start
-
-    @property
-    def is_clean(self) -> bool:
-        return not self.counts
-
-    def to_document(self) -> dict[str, Any]:
-        """The stable JSON of `extractor verify --json`."""
-        return {
-            "clean": self.is_clean,
-            "fast": self.is_fast,
-            "writer": self.writer,
-            "input_rows": self.num_input_rows,
-            **totals_document(self.totals),
-            "duplicates": self.duplicates,
-            "shards": self.num_shards,
-            "sessions": sessions_document(self.starts),
-            "samples_without_server": self.num_unattributed,
-            "samples_checked": self.samples_checked,
-            "bytes_checked": self.bytes_checked,
-            "finding_counts": {kind.value: n for kind, n in self.findings_by_kind().items()},
-            "findings": [asdict(finding) for finding in self.findings],
-        }
-
-    def to_text(self) -> str:
-        """The output of `extractor verify`: row counts, the checks made, and the first findings."""
-        unread = self.num_input_rows - self.totals.num_rows
-        lines = [
-            totals_table(self.totals, num_unread=max(0, unread)),
-            table(
-                [
-                    ("duplicates", f"{self.duplicates:,}"),
-                    ("shards", f"{self.num_shards:,}"),
-                    ("samples checked", f"{self.samples_checked:,}"),
-                    ("bytes checked", amount(self.bytes_checked)),
-                ]
-            ),
-        ]
-        if self.starts:
-            lines.append(sessions_table(self.starts))
-        if self.num_unattributed:
-            lines.append(
-                f"{counted(self.num_unattributed, 'sample')} stored by an older version, which did "
-                "not record the server"
-            )
-        lines += [f"FINDING  {kind}: {n:,}" for kind, n in self.findings_by_kind().items()]
-        for finding in self.findings[:SHOWN_FINDINGS]:
-            where = "" if finding.row is None else f" row {finding.row}"
-            where += "" if finding.shard is None else f" in {finding.shard}"
-            lines.append(f"  {finding.kind}{where}: {finding.detail}")
-        if (hidden := self.counts.total() - SHOWN_FINDINGS) > 0:
-            lines.append(f"  … and {hidden:,} more: --json lists them")
-        if self.writer is not None:
-            lines.append(
-                f"process {self.writer} is writing this data set: unfinished work is not "
-                "damage; verify again when it has ended"
-            )
-        lines.append("clean" if self.is_clean else counted(self.counts.total(), "finding"))
-        return "\n".join(lines)
-
-    def findings_by_kind(self) -> dict[FindingKind, int]:
-        return dict(sorted(self.counts.items()))
 
     def find(
         self, kind: FindingKind, detail: str, *, row: int | None = None, shard: Shard | None = None
     ) -> None:
+        """Add a problem; `row` is an ordinal."""
         self.counts[kind] += 1
         if kind in _OF_A_SAMPLE and row is not None:
             self.damage.samples.add(row)
@@ -176,7 +111,99 @@ class Audit:
             self.damage.shards.add(shard.number)
         if self.counts[kind] <= MAX_FINDINGS:
             name = shard.name if shard else None
-            self.findings.append(Finding(kind=kind, detail=_printable(detail), row=row, shard=name))
+            self.all.append(Finding(kind=kind, detail=_printable(detail), row=row, shard=name))
+
+    def by_kind(self) -> dict[FindingKind, int]:
+        return dict(sorted(self.counts.items()))
+
+
+@dataclass(kw_only=True)
+class Contents:
+    """The records of a manifest that can be read, counted."""
+
+    totals: Totals = field(default_factory=_no_totals)
+    num_input_rows: int = 0
+    num_shards: int = 0
+    duplicates: int = 0  # stored samples with the same ids and mask as another
+    starts: list[ServerStart] = field(default_factory=list)
+    num_unattributed: int = 0  # stored samples of an older version, without a server start
+
+
+@dataclass(kw_only=True)
+class Audit:
+    """The result of `verify`."""
+
+    is_fast: bool = False
+    writer: int | None = None  # pid of the process that was writing when the audit began
+    contents: Contents = field(default_factory=Contents)
+    findings: Findings = field(default_factory=Findings)
+    samples_checked: int = 0
+    bytes_checked: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.findings.counts
+
+    @property
+    def remedy(self) -> str:
+        """The advice for unfinished work."""
+        if self.writer is None:
+            return "run the same command again"
+        return f"process {self.writer} is working on it"
+
+    def to_document(self) -> dict[str, Any]:
+        """The stable JSON of `extractor verify --json`."""
+        contents, findings = self.contents, self.findings
+        return {
+            "clean": self.is_clean,
+            "fast": self.is_fast,
+            "writer": self.writer,
+            "input_rows": contents.num_input_rows,
+            **totals_document(contents.totals),
+            "duplicates": contents.duplicates,
+            "shards": contents.num_shards,
+            "sessions": sessions_document(contents.starts),
+            "samples_without_server": contents.num_unattributed,
+            "samples_checked": self.samples_checked,
+            "bytes_checked": self.bytes_checked,
+            "finding_counts": {kind.value: n for kind, n in findings.by_kind().items()},
+            "findings": [asdict(finding) for finding in findings.all],
+        }
+
+    def to_text(self) -> str:
+        """The output of `extractor verify`: row counts, the checks made, and the first findings."""
+        contents, findings = self.contents, self.findings
+        unread = contents.num_input_rows - contents.totals.num_rows
+        lines = [
+            totals_table(contents.totals, num_unread=max(0, unread)),
+            table(
+                [
+                    ("duplicates", f"{contents.duplicates:,}"),
+                    ("shards", f"{contents.num_shards:,}"),
+                    ("samples checked", f"{self.samples_checked:,}"),
+                    ("bytes checked", amount(self.bytes_checked)),
+                ]
+            ),
+        ]
+        if contents.starts:
+            lines.append(sessions_table(contents.starts))
+        if contents.num_unattributed:
+            lines.append(
+                f"{counted(contents.num_unattributed, 'sample')} stored by an older version, which "
+                "did not record the server"
+            )
+        lines += [f"FINDING  {kind}: {n:,}" for kind, n in findings.by_kind().items()]
+        lines += [f"  {finding}" for finding in findings.all[:SHOWN_FINDINGS]]
+        num_found = findings.counts.total()
+        if (hidden := num_found - SHOWN_FINDINGS) > 0:
+            lines.append(f"  … and {hidden:,} more: --json lists them")
+        if self.writer is not None:
+            lines.append(
+                f"process {self.writer} is writing this data set: unfinished work is not "
+                "damage; verify again when it has ended"
+            )
+        lines.append("clean" if self.is_clean else counted(num_found, "finding"))
+        return "\n".join(lines)
 
 
 def _printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`extractor verify --repair`: keep what is proven; the next run extracts the rest again.
+"""Keeps the proven samples of a damaged data set; the next run extracts the others again.
 
 A shard with anything wrong in it is left for a new one that gets its sound samples, in the order in
 which a run stores them: copy (and prove once more), fdatasync, one manifest commit, and only then
@@ -9,40 +9,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from extractor.core.errors import CorruptData, UsageError, storage_error
 from extractor.core.humanize import counted
 from extractor.core.identity import Identity
-from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTORY
-from extractor.core.run_options import DEFAULT_FILE_MODE, DEFAULT_SHARD_BYTES
+from extractor.core.locations import DATASET_NAME, MANIFEST_NAME
+from extractor.core.run_options import Output
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import shard_name
-from extractor.shards.strays import ManifestLost
+from extractor.shards.recovery import ManifestLost
 from extractor.shards.writer import ShardSettings, ShardWriter, sealed_shard_path
 from extractor.status.live_file import LIVE_NAME
 from extractor.system.files import is_regular, sync_directory, write_whole
 from extractor.system.lock import exclusive
 from extractor.verify.audit import audit, open_manifest
-from extractor.verify.findings import Audit, FindingKind, Progress
+from extractor.verify.findings import Audit, FindingKind, Findings, Progress
 from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceError
-from manifest.records import Forgotten, Relocated, Row, Shard
+from manifest.records import Forgotten, Relocated, Shard, StoredRow
 from manifest.store import Store
 
+_ADVICE = (
+    "Nothing was changed. Only the manifest knew what it held: restore it from a copy, or extract "
+    "into a new --out."
+)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class Repair:
-    """What a repair did."""
+    """The changes made by a repair."""
 
-    shards: int  # damaged ones, replaced or given up
-    kept: int  # sound samples of these
-    planned: int  # samples that the next run extracts again
-    unknown: tuple[str, ...] = ()  # files among the shards that the manifest does not know: left
+    shards: int = 0  # damaged ones, replaced or given up
+    kept: int = 0  # sound samples of these
+    planned: int = 0  # samples that the next run extracts again
+    unknown: list[str] = field(default_factory=list)  # files of another origin: left alone
     rows: int = 0  # damaged manifest rows, which the next run reads from the input again
-    refused: str | None = None  # why nothing was changed
+    refused: str | None = None  # the reason why nothing was changed
     manifest: bool = False  # whether indexes and counts of the manifest were made again
     dataset: bool = False  # whether dataset.json was written again
 
@@ -99,87 +104,79 @@ def _repair(out: Path, found: Audit) -> Repair:
         open_manifest(out).close()
         store = Store.create_or_open(out / MANIFEST_NAME)
     except (ManifestDamaged, ManifestLost) as error:
-        return _refused(str(error))
-    try:
+        return Repair(refused=f"{error} {_ADVICE}")
+    with closing(store):
         try:
-            repairer = _Repairer(out, store)
-            is_manifest_mended = FindingKind.MANIFEST_DAMAGED in found.counts
-            if is_manifest_mended:
-                repairer.mend_manifest(found.damage.rows)
+            repairer = _Repairer(out, store, found.findings)
+            repairer.mend_manifest()
         except ManifestSpaceError:
             raise
         except (ManifestError, CorruptData, UsageError) as error:
-            return _refused(str(error))
-        repair = replace(repairer.run(found), manifest=is_manifest_mended)
-        if FindingKind.PROVENANCE not in found.counts:
-            return repair
-        path = out / DATASET_NAME
-        if os.path.lexists(path) and not is_regular(path):
-            return replace(repair, unknown=(*repair.unknown, str(path)))
-        return replace(repair, dataset=repairer.write_dataset(path))
-    finally:
-        store.close()
-
-
-def _refused(why: str) -> Repair:
-    return Repair(
-        shards=0,
-        kept=0,
-        planned=0,
-        refused=f"{why} Nothing was changed. Nothing else knows what the manifest held: restore it "
-        "from a copy, or extract into a new --out.",
-    )
+            return Repair(refused=f"{error} {_ADVICE}")
+        repairer.replace_shards()
+        repairer.write_dataset()
+        repairer.remove_live_file()
+        return repairer.repair
 
 
 class _Repairer:
-    def __init__(self, out: Path, store: Store) -> None:
+    def __init__(self, out: Path, store: Store, findings: Findings) -> None:
+        self.repair = Repair()
         self._out = out
         self._store = store
-        self._settings = ShardSettings(
-            directory=out / SHARDS_DIRECTORY,
-            identity=Identity.from_document(store.identity()),
-            shard_bytes=DEFAULT_SHARD_BYTES,
-            file_mode=DEFAULT_FILE_MODE,
-        )
+        self._findings = findings
+        identity = Identity.from_document(store.identity())
+        self._settings = ShardSettings(output=Output(directory=out), identity=identity)
 
-    def mend_manifest(self, rows: Collection[int]) -> None:
-        names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}
-        self._store.mend(drop=rows, shard_names=names)
+    def mend_manifest(self) -> None:
+        """Drop damaged rows, and make indexes and counts from the others."""
+        if FindingKind.MANIFEST_DAMAGED in self._findings.counts:
+            rows = self._findings.damage.rows
+            names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}
+            self._store.mend(drop=rows, shard_names=names)
+            self.repair.rows, self.repair.manifest = len(rows), True
 
-    def write_dataset(self, path: Path) -> bool:
-        """Write `dataset.json` from the manifest; False where that does not hold all of it."""
+    def write_dataset(self) -> None:
+        """Write a damaged `dataset.json` from the manifest, if that holds all of it."""
+        path = self._out / DATASET_NAME
+        if FindingKind.PROVENANCE not in self._findings.counts or self._is_strange(path):
+            return
         if starts := self._store.server_starts():
             write_whole(path, dataset_document(self._settings.identity, starts))
-        return bool(starts)
+            self.repair.dataset = True
 
-    def run(self, found: Audit) -> Repair:
-        damage = found.damage
-        # An open shard is first sealed by the run that fills it: a hole in it would stay one.
-        shards = [s for s in self._store.shards() if s.is_sealed and s.number in damage.shards]
-        unknown = [f.detail for f in found.findings if f.kind is FindingKind.SHARD_UNKNOWN]
-        kept = planned = num_shards = 0
-        for shard in shards:
-            path = sealed_shard_path(self._settings.directory, shard)
-            if os.path.lexists(path) and not is_regular(path):
-                unknown.append(str(path))  # not a file of ours: leave it alone
+    def remove_live_file(self) -> None:
+        path = self._out / LIVE_NAME
+        if FindingKind.LIVE_DAMAGED in self._findings.counts and is_regular(path):
+            path.unlink(missing_ok=True)
+
+    def replace_shards(self) -> None:
+        """Replace the damaged shards by their sound samples."""
+        damage = self._findings.damage
+        self.repair.unknown += [
+            found.detail for found in self._findings.all if found.kind is FindingKind.SHARD_UNKNOWN
+        ]
+        for shard in self._store.shards():
+            # An open shard is first sealed by the run that fills it: a hole in it would stay one.
+            if not shard.is_sealed or shard.number not in damage.shards:
+                continue
+            if self._is_strange(sealed_shard_path(self._settings.directory, shard)):
                 continue
             rows = self._store.shard_rows(shard.number)
             num_kept = self._replace(shard, rows, damage.samples)
-            num_shards += 1
-            kept += num_kept
-            planned += len(rows) - num_kept
-        if FindingKind.LIVE_DAMAGED in found.counts and is_regular(self._out / LIVE_NAME):
-            (self._out / LIVE_NAME).unlink(missing_ok=True)
-        return Repair(
-            shards=num_shards,
-            kept=kept,
-            planned=planned,
-            unknown=tuple(unknown),
-            rows=len(damage.rows),
-        )
+            self.repair.shards += 1
+            self.repair.kept += num_kept
+            self.repair.planned += len(rows) - num_kept
 
-    def _replace(self, shard: Shard, rows: Sequence[Row], damaged: Collection[int]) -> int:
-        """Move the sound samples of a shard to a new one; how many those were."""
+    def _is_strange(self, path: Path) -> bool:
+        """Whether something that this tool did not write is at the path, to be left alone."""
+        is_strange = os.path.lexists(path) and not is_regular(path)
+        if is_strange:
+            self.repair.unknown.append(str(path))
+        return is_strange
+
+    def _replace(self, shard: Shard, rows: Sequence[StoredRow], damaged: Collection[int]) -> int:
+        """Move the sound samples of a shard to a new one; return their number."""
         path = sealed_shard_path(self._settings.directory, shard)
         if not path.exists():
             self._store.forget_stored([row.ordinal for row in rows])
@@ -206,7 +203,7 @@ class _Repairer:
             writer.close()
 
     def _move(
-        self, writer: ShardWriter, rows: Sequence[Row], path: Path, damaged: Collection[int]
+        self, writer: ShardWriter, rows: Sequence[StoredRow], path: Path, damaged: Collection[int]
     ) -> None:
         changes: list[Relocated | Forgotten] = []
         source = os.open(path, os.O_RDONLY)

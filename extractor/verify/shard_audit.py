@@ -24,7 +24,7 @@ from extractor.shards.format import (
 from extractor.system.files import blocks, read_into
 from extractor.verify.findings import Audit, FindingKind, Progress
 from manifest.decoding import Damage, shown
-from manifest.records import Row, Shard
+from manifest.records import Shard, StoredRow
 from prompts.types import prompt_key
 
 
@@ -51,13 +51,13 @@ class ShardAuditor:
         self._progress = progress
         self._header: dict[str, dict[str, object]] | None = None  # entries without a sample so far
 
-    def run(self, records: Iterable[Row | Damage], *, skip: Collection[int]) -> None:
+    def run(self, records: Iterable[StoredRow | Damage], *, skip: Collection[int]) -> None:
         """Check the header and every sample.
 
         `records`: the shard's samples in file order. `skip`: ordinals of damaged rows that are
         reported already.
         """
-        before = self._audit.counts.total()
+        before = self._audit.findings.counts.total()
         beginning = self._check_beginning() if self._shard.is_sealed else b""
         digests: list[str] = []
         end: int | None = self._shard.data_start
@@ -66,31 +66,31 @@ class ShardAuditor:
             self._progress(1)
             if isinstance(row, Damage) or row.ordinal in skip:
                 is_whole, end = False, None
-                self._audit.damage.shards.add(self._shard.number)
+                self._audit.findings.damage.shards.add(self._shard.number)
                 self._forget(row.ordinal)
                 continue
-            tensors = sample_tensors(row.num_tokens or 0, self._layout)
+            sample, tensors = row.sample, sample_tensors(row.prompt.num_tokens, self._layout)
             self._check_entries(row, tensors)
-            if end is not None and row.offset != end:
+            if end is not None and sample.offset != end:
                 self._find(
                     FindingKind.SAMPLE_OVERLAP,
-                    f"begins at byte {row.offset}, the one before ends at {end}",
+                    f"begins at byte {sample.offset}, the one before ends at {end}",
                     row=row,
                 )
-            end = (row.offset or 0) + (row.size_bytes or 0)
+            end = sample.end
             self._check_sample(row, tensors)
-            digests.append(row.digest or "")
+            digests.append(sample.digest)
         if self._header:
             names = ", ".join(map(shown, sorted(self._header)[:5]))
             self._find(
                 FindingKind.SHARD_HEADER, f"{counted(len(self._header), 'unknown tensor')}: {names}"
             )
         # Once another check has found damage, a wrong digest adds nothing.
-        if self._shard.is_sealed and is_whole and self._audit.counts.total() == before:
+        if self._shard.is_sealed and is_whole and self._audit.findings.counts.total() == before:
             self._check_digest(beginning, digests)
 
-    def _find(self, kind: FindingKind, detail: str, *, row: Row | None = None) -> None:
-        self._audit.find(kind, detail, row=row.ordinal if row else None, shard=self._shard)
+    def _find(self, kind: FindingKind, detail: str, *, row: StoredRow | None = None) -> None:
+        self._audit.findings.find(kind, detail, row=row.ordinal if row else None, shard=self._shard)
 
     # --- the beginning -----------------------------------------------------------------------
 
@@ -113,12 +113,12 @@ class ShardAuditor:
         self._header = header
         return beginning
 
-    def _check_entries(self, row: Row, tensors: Iterable[SampleTensor]) -> None:
+    def _check_entries(self, row: StoredRow, tensors: Iterable[SampleTensor]) -> None:
         if self._header is None:
             return
         for tensor in tensors:
             name = tensor_name(row.ordinal, tensor.name)
-            expected = tensor.entry((row.offset or 0) - self._shard.data_start)
+            expected = tensor.entry(row.sample.offset - self._shard.data_start)
             if (stated := self._header.pop(name, None)) != expected:
                 self._find(
                     FindingKind.SHARD_HEADER,
@@ -141,8 +141,9 @@ class ShardAuditor:
 
     # --- samples -----------------------------------------------------------------------------
 
-    def _check_sample(self, row: Row, tensors: Iterable[SampleTensor]) -> None:
-        num_tokens, offset, size_bytes = row.num_tokens or 0, row.offset or 0, row.size_bytes or 0
+    def _check_sample(self, row: StoredRow, tensors: Iterable[SampleTensor]) -> None:
+        sample, num_tokens = row.sample, row.prompt.num_tokens
+        offset, size_bytes = sample.offset, sample.size_bytes
         spans = {tensor.name: tensor for tensor in tensors}
         end = max(tensor.end for tensor in spans.values())
         if not num_tokens or size_bytes != end or offset + end > self._size:
@@ -169,22 +170,24 @@ class ShardAuditor:
         if not self._audit.is_fast:
             self._audit.bytes_checked += size_bytes
             digest.update(tokens)
-            if digest.hexdigest() != row.digest:
+            if digest.hexdigest() != sample.digest:
                 self._find(
                     FindingKind.SAMPLE_DIGEST,
-                    f"its bytes have digest {digest.hexdigest()}, stored were {row.digest}",
+                    f"its bytes have digest {digest.hexdigest()}, stored were {sample.digest}",
                     row=row,
                 )
 
-    def _check_tokens(self, row: Row, tokens: bytearray) -> None:
+    def _check_tokens(self, row: StoredRow, tokens: bytearray) -> None:
         ids, mask = np.frombuffer(tokens, dtype="<i4").reshape(2, -1)
         is_mask = bool(((mask == 0) | (mask == 1)).all())
         problem = None
-        if not is_mask or prompt_key(ids, mask) != row.key:
+        if not is_mask or prompt_key(ids, mask) != row.prompt.key:
             problem = "ids and mask are not those of the prompt"
-        elif (ids < 0).any() or (ids >= self._identity.vocab_size).any():
-            problem = f"ids outside the vocabulary of {self._identity.vocab_size}"
-        elif (trained := int(mask.sum())) != row.num_trained:
-            problem = f"its mask trains {trained} tokens, the manifest says {row.num_trained}"
+        elif (ids < 0).any() or (ids >= self._identity.model.vocab_size).any():
+            problem = f"ids outside the vocabulary of {self._identity.model.vocab_size}"
+        elif (trained := int(mask.sum())) != row.prompt.num_trained:
+            problem = (
+                f"its mask trains {trained} tokens, the manifest says {row.prompt.num_trained}"
+            )
         if problem is not None:
             self._find(FindingKind.SAMPLE_TOKENS, problem, row=row)

@@ -15,7 +15,7 @@ from helpers import Ids, dumps_under, make_prompts, prompt_of, write_prompts
 
 from acceptance.tool import Server, Tool
 from extractor.core.checks import ReplyFacts, check_header, check_ids
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.layout import Layout
 from extractor.core.request import Limits, Request, dump_bytes
 from extractor.core.rids import rid_prefix
@@ -98,7 +98,7 @@ def ids_of(length: int, seed: int = 1) -> list[int]:
 
 
 async def test_a_server_and_its_plugin_say_the_same_of_the_model(talk: Talk) -> None:
-    assert talk.ready.model_path == talk.facts.model_path
+    assert talk.ready.model.path == talk.facts.model_path
     assert talk.ready.rank == 0
     assert talk.facts.context_length is not None
     assert talk.limits.max_prompt_tokens < talk.facts.context_length
@@ -146,7 +146,7 @@ async def test_the_longest_prompt_is_taken_whole_and_one_more_token_is_refused(t
     assert reply.prompt_tokens == sum(piece.rows for piece in pieces) == longest
     refused = await talk.client.generate(talk.request(ids_of(longest + 10)))
     assert isinstance(refused, Failure)
-    assert (refused.reason, refused.is_permanent) == (Reason.REJECTED, True)
+    assert (refused.reason, refused.kind) == (Reason.REJECTED, FailureKind.PERMANENT)
 
 
 async def test_a_duplicate_request_is_reported_and_the_first_copy_is_dumped(
@@ -159,7 +159,8 @@ async def test_a_duplicate_request_is_reported_and_the_first_copy_is_dumped(
     replies = await asyncio.gather(*(talk.client.generate(request) for _ in range(6)))
     refused = [reply for reply in replies if isinstance(reply, Failure)]
     assert refused, replies
-    assert all(reply.is_copy and "Duplicate request ID" in reply.detail for reply in refused)
+    assert all(reply.kind is FailureKind.COPY for reply in refused)
+    assert all("Duplicate request ID" in reply.detail for reply in refused)
     expected = ReplyFacts(prompt_tokens=len(ids), cached_tokens=0, weight_version="default")
     assert expected in replies
     async with asyncio.timeout(PATIENCE_S):
@@ -202,6 +203,11 @@ async def test_many_at_once_keep_their_rows_apart(talk: Talk) -> None:
         assert found == ids
 
 
+@pytest.mark.parametrize(
+    "server",
+    ["fake", pytest.param("real", marks=[pytest.mark.sglang, pytest.mark.smoke])],
+    indirect=True,
+)
 def test_a_run_over_mixed_lengths_verifies_clean(
     tmp_path: Path, tool: Tool, server: Server
 ) -> None:

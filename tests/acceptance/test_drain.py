@@ -16,26 +16,16 @@ import pytest
 from helpers import assert_whole, dumps_under, make_prompts, stored_ordinals, write_prompts
 
 from acceptance.tool import Tool, fake_server, run_arguments, wait_until
-from extractor.cli import console
-from extractor.dumps import collector
-from extractor.pipeline.session import DRAIN_S
-from extractor.servers import client
-from extractor.system import process_tree
-from extractor.system.signals import END_S
+from extractor.core.timings import DEFAULT_TIMINGS
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(120)]
 
 #: `extractor` with short timeouts, and with a disk that hangs at the 4th write to a shard.
 DRIVER = """
 import fcntl, os, sys, threading
-from extractor.servers import client
-from extractor.dumps import collector
-from extractor.pipeline import session
-from extractor.system import signals
 from extractor.cli.main import main
+from extractor.core.timings import ClientTimings, CollectTimings, StopTimings, Timings
 
-signals.END_S, session.DRAIN_S, client.ABORT_TIMEOUT_S = {end_s}, 0.3, 0.3
-collector.LATE_DUMPS_S = 0.3
 real, count = os.pwrite, 0
 
 def pwrite(descriptor, data, offset):
@@ -55,7 +45,13 @@ def end(status, end=os._exit):
     end(status)
 
 os.pwrite, os._exit = pwrite, end
-main()
+main(
+    Timings(
+        stop=StopTimings(end_s={end_s}, drain_s=0.3),
+        client=ClientTimings(abort_s=0.3),
+        collect=CollectTimings(late_dumps_s=0.3),
+    )
+)
 """
 
 
@@ -73,11 +69,12 @@ def start(tool: Tool, *arguments: object, stuck: bool, end_s: float) -> subproce
 
 
 def test_the_steps_after_a_signal_add_up_to_less_than_20_seconds() -> None:
-    assert END_S + console.TELL_S < 20
+    timings, stop = DEFAULT_TIMINGS, DEFAULT_TIMINGS.stop
+    assert stop.end_s + stop.log_s < 20
     # Requests in flight, aborts to a silent server, and late dumps; then the last writes of
     # manifest and shards, or killing our own server.
-    orderly = DRAIN_S + client.ABORT_TIMEOUT_S + collector.LATE_DUMPS_S
-    assert orderly + process_tree.KILL_S <= END_S
+    orderly = stop.drain_s + timings.client.abort_s + timings.collect.late_dumps_s
+    assert orderly + stop.kill_s <= stop.end_s
 
 
 def test_a_hanging_disk_does_not_delay_the_end_of_a_run(

@@ -23,7 +23,7 @@ from extractor.status.live_file import read_live
 from extractor.status.overview import read_status
 from manifest.states import State
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def is_all_told(out: Path) -> bool:
     live = read_live(out)
     if live is None or (live.session["stored"], live.session["failed"]) != (11, 1):
         return False
-    totals = read_status(out).totals
+    totals = read_status(out).begun.totals
     return (totals.by_state[State.STORED], totals.by_state.get(State.FAILED)) == (11, 1)
 
 
@@ -81,10 +81,13 @@ def test_watch_in_a_pipe_prints_lines_until_the_run_of_another_process_ends(
         assert "1 in flight" in first
         once = tool("status", "out").stdout
         assert once.startswith(f"out: process {process.pid} is at work\n")
+        assert re.search(r"^planned +1\n  with a server +1\n  waiting for a mover +0$", once, re.M)
         interrupt(process)
         rest, errors = watching.communicate()
     left = "the run ended unfinished (1 row left); the same command goes on"
-    assert tool("status", "out").stdout.startswith(f"out: {left}\n")
+    once = tool("status", "out").stdout
+    assert once.startswith(f"out: {left}\n")
+    assert "with a server" not in once
     assert rest.splitlines()[-1].startswith("12/13 rows, 1 failed, ")
     assert rest.endswith(f"; {left}\n")
     assert (watching.returncode, errors) == (0, "")
@@ -118,7 +121,7 @@ def test_watch_in_a_terminal_is_a_page_that_ctrl_c_leaves(
     assert "92.3 %  12 of 13 rows" in text
     assert "1 of 8" in text
     assert "bad_json  1" in text
-    assert "dump under its root" in text
+    assert "dump lifetime" in text
 
 
 def test_a_killed_run_is_over_for_whoever_watches(

@@ -26,6 +26,8 @@ from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
 from prompts.types import Prompt, RowOrigin
 
+pytestmark = pytest.mark.slow
+
 USER = {"role": "user", "content": "hello there"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "w", "arguments": '{"city": "X"}'}}
 TOOL = {"type": "function", "function": {"name": "w", "parameters": {"type": "object"}}}
@@ -136,7 +138,8 @@ def test_files_of_every_kind_become_verified_samples(
 
     rows = rows_of(out)
     assert [row.ordinal for row in rows if row.state is State.FAILED] == [BAD]
-    assert rows[LONG].alterations == ("truncated",)
+    cut = rows[LONG].prompt
+    assert cut is not None and cut.alterations == ("truncated",)
     # Only as much was tokenised as the cut needs.
     said = re.fullmatch(r"cut from more than (\d+) tokens", rows[LONG].detail or "")
     assert said is not None and 300 < int(said[1]) < whole
@@ -181,7 +184,7 @@ def test_standard_input_is_resumed_with_and_without_it(
         )
         assert isinstance(prompt, Prompt)
         assert sample.mask == tuple(prompt.loss_mask.tolist())
-    assert [row.part for row in rows_of(out)] == [0, 1]
+    assert [row.origin.part for row in rows_of(out)] == [0, 1]
 
 
 @pytest.mark.crash

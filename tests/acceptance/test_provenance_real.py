@@ -10,7 +10,12 @@ from pathlib import Path
 
 import orjson
 import pytest
-from helpers import dumps_under, make_prompts, rows_of, write_prompts
+from helpers import (
+    dumps_under,
+    make_prompts,
+    servers_of,
+    write_prompts,
+)
 
 from acceptance.real import Real, real_server, stored
 from acceptance.tool import Tool, wait_until
@@ -99,4 +104,4 @@ def test_a_checkpoint_that_was_replaced_is_refused_by_name_until_the_old_one_ser
     assert first["weights"] == second["weights"]
     assert first["canary_error"] is None
     assert 0 <= second["canary_error"] < 1e-5  # float32: batches differ from run to run
-    assert {row.server for row in rows_of(out)} == {0, 1}
+    assert set(servers_of(out).values()) == {0, 1}

@@ -46,6 +46,7 @@ def test_every_command_is_in_the_table() -> None:
     assert all(isinstance(command, click.Command) for command in cli.commands.values())
 
 
+@pytest.mark.slow
 def test_the_two_commands_on_the_same_host_and_the_reading_of_a_shard(
     tool: Tool, fake: Fake
 ) -> None:

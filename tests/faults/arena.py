@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,14 +25,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from helpers import dumps_under, make_prompts, read_samples, rows_of, write_prompts
+from helpers import dumps_under, make_prompts, quick, read_samples, rows_of, write_prompts
 
 import extractor.cli.main
-import extractor.dispatch.health
-import extractor.pipeline.session
-from extractor.dispatch.retry import RetryPolicy
-from extractor.testing.fake_server import FakeServer, FaultPlan, no_faults
-from faults.steps import Fault, install, set_constants
+from extractor.core.timings import Timings
+from extractor.dispatch.budget import max_prompts
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import FaultPlan, no_faults
+from faults.steps import Fault, install, patch
 
 _FORK = multiprocessing.get_context("fork")
 #: Nothing waits for it when all is well.
@@ -40,16 +40,27 @@ PATIENCE_S = 60.0
 NUM_PROMPTS = 24
 CONCURRENCY = 4
 SHARD_BYTES = 40_000  # about six samples
-#: A prompt's task outlives its request, so twice as many are under way; and one probe a session.
-MOST_IN_FLIGHT = 2 * CONCURRENCY + 1
-#: Samples as small as these would be read with their headers, be all on their way at once, and go
-#: to one mover; the harder case is that of dumps that wait in their files, of prompts that wait
-#: for those before them, and of several open shards.
-AS_IF_LARGE = {
-    "extractor.dumps.collector.WHOLE_BYTES": 0,
-    "extractor.dispatch.places.LIGHT_BYTES": 0,
-    "extractor.shards.mover.UNDIVIDED_BYTES": 0,
-}
+GROUP_SAMPLES = 2
+#: Prompts in progress, and one probe a session.
+MOST_IN_FLIGHT = max_prompts(CONCURRENCY, group_samples=GROUP_SAMPLES) + 1
+
+
+def as_if_large(**groups: dict[str, Any]) -> Timings:
+    """Timings of `helpers.quick`, with samples handled as large ones are.
+
+    Samples as small as these would be read with their headers, be all on their way at once, and go
+    to one mover. The harder case is that of dumps that wait in their files, of prompts that wait
+    for those before them, and of several open shards.
+    """
+    groups["collect"] = {"whole_bytes": 0, **groups.get("collect", {})}
+    groups["store"] = {
+        "undivided_bytes": 0, "group_samples": GROUP_SAMPLES, **groups.get("store", {}),
+    }  # fmt: skip
+    return quick(**groups)
+
+
+AS_IF_LARGE = as_if_large()
+NO_PATCHES: Mapping[str, Any] = {}
 _CLONE_NEWNS = 0x20000
 
 
@@ -160,36 +171,47 @@ class Arena:
         self,
         *arguments: object,
         plan: Sequence[Fault] = (),
-        constants: dict[str, Any] | None = None,
+        timings: Timings = AS_IF_LARGE,
+        patches: Mapping[str, Any] = NO_PATCHES,
     ) -> Ended:
-        """`extractor run` with these faults."""
-        return self.end(self.start_run(*arguments, plan=plan, constants=constants))
+        """`extractor run` with these faults. `patches`: `module.NAME` -> what is put there."""
+        return self.end(self.start_run(*arguments, plan=plan, timings=timings, patches=patches))
 
     def start_run(
         self,
         *arguments: object,
         plan: Sequence[Fault] = (),
-        constants: dict[str, Any] | None = None,
+        timings: Timings = AS_IF_LARGE,
+        patches: Mapping[str, Any] = NO_PATCHES,
     ) -> tuple[BaseProcess, Path]:
         words = [
             "run", self.path, "--out", self.out, "--server", f"http://127.0.0.1:{self.port}",
             "--dump-dir", self.root, "--tokenizer", "none", "--concurrency", CONCURRENCY,
             "--shard-size", SHARD_BYTES, *arguments,
         ]  # fmt: skip
-        return self._start(words, plan, constants or {})
+        return self._start(words, plan, timings, patches)
 
     def command(self, *arguments: object, plan: Sequence[Fault] = ()) -> Ended:
         """Any other command."""
-        return self.end(self._start(list(arguments), plan, {}))
+        return self.end(self._start(list(arguments), plan, AS_IF_LARGE, NO_PATCHES))
 
     def _start(
-        self, words: Sequence[object], plan: Sequence[Fault], constants: dict[str, Any]
+        self,
+        words: Sequence[object],
+        plan: Sequence[Fault],
+        timings: Timings,
+        patches: Mapping[str, Any],
     ) -> tuple[BaseProcess, Path]:
         place = Path(tempfile.mkdtemp(prefix="command-", dir=self.directory))
-        return self._fork(partial(self._command, words, plan, constants, place)), place
+        return self._fork(partial(self._command, words, plan, timings, patches, place)), place
 
     def _command(
-        self, words: Sequence[object], plan: Sequence[Fault], constants: dict[str, Any], place: Path
+        self,
+        words: Sequence[object],
+        plan: Sequence[Fault],
+        timings: Timings,
+        patches: Mapping[str, Any],
+        place: Path,
     ) -> None:
         for number, name in ((0, os.devnull), (1, place / "stdout"), (2, place / "stderr")):
             os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
@@ -198,12 +220,9 @@ class Arena:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT
                           else signal.SIG_DFL)  # fmt: skip
         sys.argv = ["extractor", *map(str, words)]
-        # Retries without the usual seconds in between.
-        for module in (extractor.pipeline.session, extractor.dispatch.health):
-            module.RetryPolicy = quick_retries  # type: ignore[attr-defined]
-        set_constants({**AS_IF_LARGE, **constants})
+        patch(patches)
         install(plan, place / "trace", self.server.pid if self.server and self.server.pid else 0)
-        extractor.cli.main.main()
+        extractor.cli.main.main(timings)
 
     def end(self, started: tuple[BaseProcess, Path]) -> Ended:
         """Wait for a command."""
@@ -306,10 +325,6 @@ class Arena:
         most = self.num_prompts + kills * MOST_IN_FLIGHT
         assert len(sent) <= most, f"{len(sent)} prompts sent, at most {most} were to be"
         assert set(sent) == set(range(self.num_prompts))
-
-
-def quick_retries(**values: Any) -> RetryPolicy:
-    return RetryPolicy(**{**values, "base_delay_s": 0.001, "max_delay_s": 0.01})
 
 
 def undisturbed_digests(seed: int = 0) -> dict[int, str]:

@@ -152,7 +152,7 @@ def kill_cases() -> Iterator[Case]:
                 yield Case(
                     f"kill-server:{step}:{when}:{nth}", partial(server_killed, fault), is_main
                 )
-    for step in ("manifest-reopen", "lock", "out-sync", "request", "copy", "shard-sync",
+    for step in ("lock", "out-sync", "request", "copy", "shard-sync",
                  "manifest-commit", "dump-unlink", "header-write", "seal-rename", "shards-sync",
                  "manifest-seal"):  # fmt: skip
         for when in ("before", "after"):

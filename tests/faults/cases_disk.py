@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from extractor.testing.fake_server import Fault as ServerFault
-from faults.arena import Arena
+from extractor.testing.faults import Fault as ServerFault
+from faults.arena import Arena, as_if_large
 from faults.cases import Case, must_end, resume
 from faults.steps import WRITING, Fault
 
 #: A disk of a few kilobytes is as good as any here.
-SMALL_IS_ENOUGH = {"extractor.shards.output_dir.LEAST_FREE_BYTES": 0}
+SMALL_IS_ENOUGH = as_if_large(store={"min_free_bytes": 0})
 AMPLE_BYTES = 256 << 20
 #: What the operating system may say to a write, and what the command must end with then.
 ERRORS = {"ENOSPC": 4, "EDQUOT": 4, "EIO": 4, "ESTALE": 4, "EROFS": 2, "EFBIG": 2, "EPROTO": 2}
@@ -52,12 +52,12 @@ def manifest_fills(size_bytes: int, arena: Arena, undisturbed: dict[int, str]) -
 
 def fills(arena: Arena, undisturbed: dict[int, str], grow: Callable[[], None]) -> None:
     arena.start_server()
-    ended = arena.run(constants=SMALL_IS_ENOUGH)
+    ended = arena.run(timings=SMALL_IS_ENOUGH)
     assert ended.code == 4, ended
     assert "Traceback" not in ended.stderr, ended.stderr
     assert "run the same command again" in ended.stderr, ended
     # Still full: no better, no worse.
-    assert arena.run(constants=SMALL_IS_ENOUGH).code == 4
+    assert arena.run(timings=SMALL_IS_ENOUGH).code == 4
     grow()
     resume(arena, undisturbed, kills=2)
 
@@ -66,9 +66,9 @@ def out_is_read_only(arena: Arena, undisturbed: dict[int, str]) -> None:
     """The disk was mounted read-only between two sessions."""
     arena.mount(arena.out, AMPLE_BYTES)
     arena.start_server()
-    must_end(arena.run(plan=[Fault(step="dump-unlink", nth=20)], constants=SMALL_IS_ENOUGH), -9)
+    must_end(arena.run(plan=[Fault(step="dump-unlink", nth=20)], timings=SMALL_IS_ENOUGH), -9)
     arena.remount(arena.out, is_read_only=True)
-    ended = arena.run(constants=SMALL_IS_ENOUGH)
+    ended = arena.run(timings=SMALL_IS_ENOUGH)
     assert ended.code == 2, ended
     assert "Read-only" in ended.stderr, ended
     arena.remount(arena.out)
@@ -87,7 +87,7 @@ def dump_damaged(fault: Fault, arena: Arena, undisturbed: dict[int, str]) -> Non
     ended = arena.run("--dump-timeout", 0.5, plan=[fault])
     is_probe = fault.nth == 1
     must_end(ended, 0, *([3] if is_probe else []))
-    assert ended.code == 0 or "the probe prompt's dump is no good" in ended.stderr, ended
+    assert ended.code == 0 or "the dump of the probe prompt cannot be used" in ended.stderr, ended
     resume(arena, undisturbed, kills=1)
 
 
@@ -107,9 +107,7 @@ def shm_fills(nth: int, arena: Arena, undisturbed: dict[int, str]) -> None:
         return None
 
     arena.start_server(faults=fill)
-    ended = arena.run(
-        "--dump-timeout", 0.2, constants={"extractor.dispatch.health.SPACE_PATIENCE_S": 0.3}
-    )
+    ended = arena.run("--dump-timeout", 0.2, timings=as_if_large(health={"space_patience_s": 0.3}))
     assert ended.code == 4, ended
     assert str(arena.root) in ended.stderr, ended
     assert "p.jsonl:" not in ended.stderr, ended

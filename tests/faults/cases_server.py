@@ -9,18 +9,13 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
-from extractor.testing.fake_server import Fault as ServerFault
-from extractor.testing.fake_server import FaultPlan
-from faults.arena import Arena
+from extractor.testing.faults import Fault as ServerFault
+from extractor.testing.faults import FaultPlan
+from faults.arena import Arena, as_if_large
 from faults.cases import SEED, Case, must_end, resume
 from faults.steps import Fault
 
-HURRY = {
-    "extractor.dispatch.health.GONE_AFTER_S": 0.4,
-    "extractor.dispatch.health.USELESS_AFTER_S": 0.4,
-    "extractor.dispatch.health.TRIAL_AFTER_S": 0.1,
-    "extractor.dispatch.health.ALIVE_INTERVAL_S": 0.02,
-}
+HURRY = as_if_large(health={"gone_after_s": 0.4, "useless_after_s": 0.4, "trial_after_s": 0.1})
 SHORT_TIMEOUTS = ("--request-timeout", 0.4, "--dump-timeout", 0.4)
 #: What a server may do to a request without the row being lost.
 PASSING = (
@@ -78,7 +73,7 @@ def nothing_is_served(name: str, arena: Arena, undisturbed: dict[int, str]) -> N
     """For ever is not for ever: exit 3, and no row is to blame."""
     fault = ServerFault(name)
     arena.start_server(faults=lambda number, rid: fault if number > 9 else None)
-    ended = arena.run(*SHORT_TIMEOUTS, constants=HURRY)
+    ended = arena.run(*SHORT_TIMEOUTS, timings=HURRY)
     assert ended.code == 3, ended
     assert "p.jsonl:" not in ended.stderr, ended
     arena.stop_server()
@@ -175,8 +170,8 @@ def clock_set_back(arena: Arena, undisturbed: dict[int, str]) -> None:
     arena.start_server()
     years = itertools.count()
     backwards = {"time.time": lambda: 1.8e9 - 3e7 * next(years)}
-    must_end(arena.run(plan=[Fault(step="dump-unlink", nth=20)], constants=backwards), -9)
-    ended = arena.run(constants=backwards)
+    must_end(arena.run(plan=[Fault(step="dump-unlink", nth=20)], patches=backwards), -9)
+    ended = arena.run(patches=backwards)
     assert ended.code == 0, ended
     arena.assert_whole(undisturbed)
     arena.assert_sent_at_most(1)

@@ -17,7 +17,7 @@ import signal
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +77,6 @@ _STORE_STEPS = {
     "add_shard": "manifest-add-shard",
     "seal_shard": "manifest-seal",
     "drop_shard": "manifest-drop",
-    "reopen_unfinished": "manifest-reopen",
     "forget_stored": "manifest-forget",
 }
 
@@ -295,11 +294,11 @@ def _wrap_rest(steps: Steps) -> None:
     _put(fcntl, "flock", lock)
 
 
-def set_constants(constants: dict[str, Any]) -> None:
-    """Patience of the product, shortened so that a test need not wait: `module.NAME` -> value."""
-    for name, value in constants.items():
-        module, _, constant = name.rpartition(".")
-        _put(importlib.import_module(module), constant, value)
+def patch(patches: Mapping[str, Any]) -> None:
+    """Replace what the operating system says, such as the time: `module.NAME` -> a stand-in."""
+    for name, value in patches.items():
+        module, _, function = name.rpartition(".")
+        _put(importlib.import_module(module), function, value)
 
 
 def _put(owner: object, name: str, value: object) -> None:

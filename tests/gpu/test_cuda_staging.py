@@ -9,8 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from server_patch.dump_format import StateLayout
 from server_patch.ring import Ring, plan_ring
-from server_patch.slot_layout import Layout
+from server_patch.slot_layout import SlotLayout
 from server_patch.staging import CudaStager, States
 
 pytestmark = [
@@ -20,7 +21,9 @@ pytestmark = [
 ]
 
 ROWS, HIDDEN = 512, 256
-LAYOUT = Layout(num_boundaries=3, hidden_size=HIDDEN, dtype="BF16", last_kind="post")
+LAYOUT = SlotLayout(
+    StateLayout(boundaries=(1, 2, 3), hidden_size=HIDDEN, dtype="BF16", last_kind="post")
+)
 #: Of the device's clock: some tenths of a second of work, ahead of what is looked at.
 BUSY_CYCLES = 500_000_000
 

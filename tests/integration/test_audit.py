@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from helpers import Notes, assert_whole, make_prompts, options_for, rows_of, write_prompts
+from helpers import (
+    Notes,
+    assert_whole,
+    make_prompts,
+    options_for,
+    stored_rows,
+    write_prompts,
+)
 from hostile.damage import recompute_checksums
 
 from extractor.pipeline.run import run
@@ -24,7 +31,7 @@ from extractor.verify.audit import audit
 from extractor.verify.findings import FindingKind
 from manifest.bulk_write import count_again
 from manifest.exceptions import ManifestMissing
-from manifest.records import Row
+from manifest.records import StoredRow
 from manifest.store import Store
 
 PROMPTS = make_prompts(25, shortest=10)
@@ -58,7 +65,7 @@ def shard(out: Path, number: int = 0) -> Path:
 
 
 def kinds(out: Path, *, fast: bool = False) -> set[FindingKind]:
-    return {finding.kind for finding in audit(out, fast=fast).findings}
+    return {finding.kind for finding in audit(out, fast=fast).findings.all}
 
 
 def flip(path: Path, offset: int, bits: int = 0xFF) -> None:
@@ -87,17 +94,17 @@ def change_rows(out: Path, statement: str, *values: object) -> None:
     connection.close()
 
 
-def samples(out: Path, number: int = 0) -> list[Row]:
-    rows = [row for row in rows_of(out) if row.shard == number]
-    return sorted(rows, key=lambda row: row.offset or 0)
+def samples(out: Path, number: int = 0) -> list[StoredRow]:
+    rows = [row for row in stored_rows(out) if row.sample.shard == number]
+    return sorted(rows, key=lambda row: row.sample.offset)
 
 
 def test_a_good_data_set_is_clean(out: Path) -> None:
     result = audit(out)
     assert result.is_clean
     assert result.samples_checked == len(PROMPTS)
-    assert result.bytes_checked == result.totals.stored_bytes
-    assert result.num_shards >= 3
+    assert result.bytes_checked == result.contents.totals.stored_bytes
+    assert result.contents.num_shards >= 3
     assert_whole(out, PROMPTS)
     assert json.dumps(result.to_document())
 
@@ -118,7 +125,7 @@ def test_checking_changes_nothing(out: Path) -> None:
 @pytest.mark.parametrize("region", ["first", "aux", "last", "input_ids", "loss_mask"])
 def test_one_flipped_byte_of_a_sample_is_found(out: Path, region: str) -> None:
     row = samples(out)[1]
-    n = row.num_tokens or 0
+    n = row.prompt.num_tokens
     places = {
         "first": 0,
         "aux": n * 48 - 1,
@@ -126,8 +133,8 @@ def test_one_flipped_byte_of_a_sample_is_found(out: Path, region: str) -> None:
         "input_ids": n * 64 + 2 * 4,
         "loss_mask": n * 68 + 2 * 4,
     }
-    flip(shard(out), (row.offset or 0) + places[region], bits=1)
-    findings = audit(out).findings
+    flip(shard(out), row.sample.offset + places[region], bits=1)
+    findings = audit(out).findings.all
     expected = {FindingKind.SAMPLE_DIGEST}
     if region in ("input_ids", "loss_mask"):
         expected.add(FindingKind.SAMPLE_TOKENS)
@@ -151,10 +158,9 @@ def test_a_sealed_shard_has_the_digest_of_its_header_and_its_samples(out: Path) 
     for number, digest in stated.items():
         data = shard(out, number).read_bytes()
         rows = samples(out, number)
-        computed = xxhash.xxh3_128(data[: rows[0].offset])
+        computed = xxhash.xxh3_128(data[: rows[0].sample.offset])
         for row in rows:
-            assert row.offset is not None and row.size_bytes is not None
-            sample = data[row.offset : row.offset + row.size_bytes]
+            sample = data[row.sample.offset : row.sample.end]
             computed.update(xxhash.xxh3_128(sample).digest())
         assert digest == computed.hexdigest()
 
@@ -169,7 +175,7 @@ def test_a_changed_byte_that_every_reader_skips_is_found(out: Path) -> None:
 
 def test_tallies_that_are_not_those_of_the_rows_are_found(out: Path) -> None:
     sql(out, "UPDATE tallies SET num_rows = num_rows + 1 WHERE state = 'stored'")
-    findings = audit(out).findings
+    findings = audit(out).findings.all
     assert {finding.kind for finding in findings} == {FindingKind.MANIFEST_DAMAGED}
     assert findings[0].detail == "the tallies are not those of the rows: stored"
 
@@ -183,14 +189,14 @@ def test_a_shard_that_names_other_layers_is_found(out: Path) -> None:
 
 def test_a_value_that_is_no_number_is_found_though_its_digest_is_right(out: Path) -> None:
     row = samples(out)[0]
-    begin = row.offset or 0
+    begin = row.sample.offset
     with shard(out).open("r+b") as file:
         file.seek(begin + 6)
         file.write(b"\xc0\x7f")  # bfloat16 NaN
         file.seek(begin)
-        digest = xxhash.xxh3_128_hexdigest(file.read(row.size_bytes or 0))
+        digest = xxhash.xxh3_128_hexdigest(file.read(row.sample.size_bytes))
     change_rows(out, "UPDATE prompts SET digest = ? WHERE ordinal = ?", digest, row.ordinal)
-    (finding,) = audit(out).findings
+    (finding,) = audit(out).findings.all
     assert (finding.kind, finding.row) == (FindingKind.SAMPLE_NONFINITE, row.ordinal)
     assert finding.detail == "aux holds NaN or infinity at row 0, boundary 1"
 
@@ -198,12 +204,12 @@ def test_a_value_that_is_no_number_is_found_though_its_digest_is_right(out: Path
 def test_two_samples_that_changed_places_are_found(out: Path) -> None:
     first, second = samples(out)[:2]
     with shard(out).open("r+b") as file:
-        file.seek(first.offset or 0)
-        one = file.read(first.size_bytes or 0)
-        other = file.read(second.size_bytes or 0)
-        file.seek(first.offset or 0)
+        file.seek(first.sample.offset)
+        one = file.read(first.sample.size_bytes)
+        other = file.read(second.sample.size_bytes)
+        file.seek(first.sample.offset)
         file.write(other + one)
-    found = {(finding.kind, finding.row) for finding in audit(out).findings}
+    found = {(finding.kind, finding.row) for finding in audit(out).findings.all}
     for row in (first, second):
         assert (FindingKind.SAMPLE_DIGEST, row.ordinal) in found
         assert (FindingKind.SAMPLE_TOKENS, row.ordinal) in found
@@ -212,8 +218,8 @@ def test_two_samples_that_changed_places_are_found(out: Path) -> None:
 def test_a_mask_that_is_not_ones_and_zeros_is_found(out: Path) -> None:
     """256 is 0 in the byte that the key is computed from."""
     row = samples(out)[0]
-    n = row.num_tokens or 0
-    flip(shard(out), (row.offset or 0) + n * 68 + 1, bits=1)
+    n = row.prompt.num_tokens
+    flip(shard(out), row.sample.offset + n * 68 + 1, bits=1)
     assert FindingKind.SAMPLE_TOKENS in kinds(out, fast=True)
 
 
@@ -400,7 +406,7 @@ def test_a_data_set_that_is_being_written_is_called_so(out: Path) -> None:
             holder.kill()
     assert found.writer == holder.pid == found.to_document()["writer"]
     assert f"process {holder.pid} is writing this data set" in found.to_text()
-    assert [f.kind for f in found.findings] == [FindingKind.SHARD_UNSEALED]
+    assert [f.kind for f in found.findings.all] == [FindingKind.SHARD_UNSEALED]
     assert "run the same command again" not in found.to_text()
     # It was killed: what it wrote of itself is still there, and nobody writes.
     assert (out / LOCK_NAME).read_text().startswith(f"{holder.pid} ")
@@ -423,14 +429,14 @@ def test_something_else_beside_the_manifest_is_a_finding_and_is_never_waited_for
 ) -> None:
     beside = out / f"manifest.sqlite{suffix}"
     os.mkfifo(beside) if kind == "pipe" else beside.mkdir()
-    (finding,) = audit(out).findings
+    (finding,) = audit(out).findings.all
     assert finding.kind is FindingKind.MANIFEST_DAMAGED
     assert f"{beside}: not a sound manifest (not a regular file)" in finding.detail
 
 
 def test_a_journal_of_noise_beside_the_manifest_is_a_finding(out: Path) -> None:
     (out / "manifest.sqlite-journal").write_bytes(bytes(range(1, 256)) * 20)
-    (finding,) = audit(out).findings
+    (finding,) = audit(out).findings.all
     assert finding.kind is FindingKind.MANIFEST_DAMAGED
 
 
@@ -444,7 +450,7 @@ def test_shards_whose_manifest_is_lost_are_a_finding(out: Path, how: str) -> Non
         case "link to nowhere":
             manifest.symlink_to("nowhere")
     found = audit(out)
-    (finding,) = found.findings
+    (finding,) = found.findings.all
     assert finding.kind is FindingKind.MANIFEST_DAMAGED
     assert "shard-000000.safetensors" in finding.detail
     assert found.to_document()["clean"] is False
@@ -456,7 +462,7 @@ def test_a_difference_within_dataset_json_is_named_by_its_place(out: Path) -> No
     document["sessions"][0]["servers"][0]["kv_cache_dtype"] = "fp8"
     document["reading"]["thinking"] = "drop"
     path.write_text(json.dumps(document))
-    details = [finding.detail for finding in audit(out).findings]
+    details = [finding.detail for finding in audit(out).findings.all]
     assert details == [
         f"{path}: reading.thinking is 'drop', the manifest says 'template'",
         f"{path}: sessions[0].servers[0].kv_cache_dtype is 'fp8', the manifest says 'auto'",
@@ -465,20 +471,20 @@ def test_a_difference_within_dataset_json_is_named_by_its_place(out: Path) -> No
 
 def test_each_damaged_field_of_the_identity_is_named(out: Path) -> None:
     sql(out, "UPDATE identity SET checksum = 1 WHERE name IN ('model', 'dtype')")
-    details = {finding.detail for finding in audit(out).findings}
+    details = {finding.detail for finding in audit(out).findings.all}
     for name in ("model", "dtype"):
         assert any(f"identity, row '{name}': its checksum" in detail for detail in details)
 
 
 def test_a_row_of_a_server_start_that_is_not_on_record_is_found(out: Path) -> None:
     change_rows(out, "UPDATE prompts SET server = 7 WHERE ordinal = 3")
-    (finding,) = audit(out).findings
+    (finding,) = audit(out).findings.all
     assert (finding.row, finding.detail) == (3, "server is 7, there are 1")
 
 
 def test_a_damaged_server_start_or_canary_is_found(out: Path) -> None:
     sql(out, "UPDATE server_starts SET url = 'http://elsewhere'")
     sql(out, "UPDATE canaries SET dump = zeroblob(64)")
-    details = [finding.detail for finding in audit(out).findings]
+    details = [finding.detail for finding in audit(out).findings.all]
     assert "server_starts, row 0: its checksum is not that of its columns" in details
     assert "canaries, row 0: its digest is not that of its dump" in details

@@ -12,12 +12,13 @@ import pytest
 from helpers import dumps_under, make_ready
 
 import extractor.dumps.dump_reader
-import extractor.system.inotify
 from extractor.core.errors import PluginError
 from extractor.core.failure import Failure
+from extractor.core.timings import CollectTimings, ListingTimings
 from extractor.dumps.collector import Collector
 from extractor.dumps.dump_reader import Arrival, BrokenFile, DumpFile, DumpWatcher, ErrorFile, Rank
-from extractor.testing.fake_server import FakeServer, Fault
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
 from manifest.states import Reason
 from server_patch.dump_format import DumpFormatError, ErrorRecord, encode_error, read_header
 
@@ -111,11 +112,10 @@ async def test_files_of_other_runs_are_not_reported_and_not_opened_again(
 
 
 async def test_names_of_removed_files_of_other_runs_are_forgotten(
-    server: FakeServer, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    server: FakeServer, rank: Rank
 ) -> None:
-    monkeypatch.setattr(extractor.dumps.dump_reader, "MAX_STALE_NAMES", 2)
-    monkeypatch.setattr(extractor.system.inotify, "LISTING_INTERVAL_S", 0.0)
-    watcher = DumpWatcher([rank], rid_prefix="xtr-run-")
+    timings = CollectTimings(max_stale_names=2, listing=ListingTimings(interval_s=0.0))
+    watcher = DumpWatcher([rank], rid_prefix="xtr-run-", timings=timings)
     for number in range(5):
         server.dump(f"xtr-other-session-{number}-1", ids(3))
     assert watcher.poll() == []

@@ -31,7 +31,6 @@ from extractor.verify.audit import audit
 from extractor.verify.findings import MAX_FINDINGS, Audit, FindingKind
 from extractor.verify.repair import audit_and_repair
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 PER_TEST = 500
 
 
@@ -43,10 +42,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sound(out: Path) -> dict[str, Any]:
-    assert audit(out).findings == []
+    assert audit(out).findings.all == []
     return content(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_damage_that_changes_content_is_never_called_clean(
     out: Path, sound: dict[str, Any], part: int
@@ -62,6 +62,7 @@ def test_damage_that_changes_content_is_never_called_clean(
     assert content(out) == sound
 
 
+@pytest.mark.slow
 def test_damage_to_the_files_of_a_killed_run_ends_in_a_verdict(tmp_path: Path, out: Path) -> None:
     unfinished = Path(shutil.copytree(out, tmp_path / "out"))
     unseal(unfinished)
@@ -201,8 +202,8 @@ def test_a_value_that_no_writer_wrote_is_a_finding(
     assert json.loads(json.dumps(found.to_document()))["clean"] is False
     if table == "prompts" and column not in ("state", "reason", "shard"):
         # Only the damaged row is named.
-        assert {f.row for f in found.findings if f.row is not None} <= {3, 4}
-        assert 3 in {f.row for f in found.findings}
+        assert {f.row for f in found.findings.all if f.row is not None} <= {3, 4}
+        assert 3 in {f.row for f in found.findings.all}
     audit_and_repair(copy)
     gone = {path.name for path in others if not path.exists()}
     assert gone <= {"shard-000000.safetensors", ".live.json"}
@@ -256,7 +257,7 @@ def test_foreign_content_in_place_of_a_file_is_a_finding_and_never_blocks(
     assert peak_bytes < 40 << 20
     if name.startswith("shards/") and kind in ("file", "zeros", "deep", "large"):
         expected = FindingKind.SHARD_HEADER
-    assert expected in found.counts
+    assert expected in found.findings.counts
     assert json.loads(json.dumps(found.to_document()))["clean"] is False
     audit_and_repair(copy)
 
@@ -273,15 +274,15 @@ def test_a_shard_that_begins_nowhere_takes_no_memory(tmp_path: Path, out: Path) 
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert FindingKind.SAMPLE_OVERLAP in found.counts
+    assert FindingKind.SAMPLE_OVERLAP in found.findings.counts
     assert peak_bytes < 60 << 20
 
 
 def test_many_findings_are_counted_and_not_all_kept(tmp_path: Path) -> None:
     found = Audit()
     for row in range(MAX_FINDINGS + 5):
-        found.find(FindingKind.ROW_UNFINISHED, "line 1 is planned\x1b[31m", row=row)
-    assert len(found.findings) == MAX_FINDINGS
+        found.findings.find(FindingKind.ROW_UNFINISHED, "line 1 is planned\x1b[31m", row=row)
+    assert len(found.findings.all) == MAX_FINDINGS
     assert found.to_document()["finding_counts"] == {"row_unfinished": MAX_FINDINGS + 5}
     assert "FINDING  row_unfinished: 10,005" in found.to_text()
     assert "\x1b" not in found.to_text()
@@ -316,7 +317,7 @@ def test_a_field_of_dataset_json_that_differs_is_named(tmp_path: Path, out: Path
     document["dtype"], document["more"] = "F32", 1
     del document["model"]
     (copy / "dataset.json").write_text(json.dumps(document))
-    details = [finding.detail.partition(": ")[2] for finding in audit(copy).findings]
+    details = [finding.detail.partition(": ")[2] for finding in audit(copy).findings.all]
     assert details == [
         "dtype is 'F32', the manifest says 'BF16'",
         "model is missing, the manifest says 'fake/model'",
@@ -330,9 +331,9 @@ def test_a_sample_that_is_sound_outlives_the_repair_of_its_neighbours_row(
     copy = Path(shutil.copytree(out, tmp_path / "out"))
     plant(copy, "prompts", "label", BAD_TEXT)
     found, repair = audit_and_repair(copy)
-    assert found.damage.rows == {3}
+    assert found.findings.damage.rows == {3}
     assert (repair.rows, repair.shards, repair.planned, repair.refused) == (1, 1, 0, None)
     assert repair.kept > 1
     left = audit(copy)
-    assert set(left.counts) == {FindingKind.ROWS_UNACCOUNTED}
+    assert set(left.findings.counts) == {FindingKind.ROWS_UNACCOUNTED}
     assert left.samples_checked == 24

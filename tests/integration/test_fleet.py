@@ -22,12 +22,14 @@ from helpers import (
     make_prompts,
     options_for,
     ordinals_sent,
+    quick,
     rows_of,
+    run,
+    stored_rows,
     write_prompts,
 )
 
-import extractor.dispatch.health
-import extractor.dispatch.server_pool
+import extractor.dispatch.monitor
 import extractor.pipeline.session
 from extractor.core.counters import Counters, ServerNow
 from extractor.core.errors import (
@@ -40,22 +42,21 @@ from extractor.core.errors import (
     first_known,
 )
 from extractor.core.run_options import RunOptions
-from extractor.dispatch.server_pool import connections_each, require_connections
-from extractor.pipeline.run import RunSummary, run
+from extractor.dispatch.server import connections_each, require_connections
+from extractor.dispatch.suspects import Suspects
+from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import free_port
-from extractor.testing.fake_server import FakeModel, FakeServer, Fault, faults_once
+from extractor.testing.fake_model import FakeModel
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, faults_once
 from manifest.states import Reason, State
 
 #: So that a server has not answered everything before it is killed.
 SLOWLY = ("--delay-s", "0.02")
 
-pytestmark = pytest.mark.usefixtures("quick_retries", "quick_returns")
 
-
-@pytest.fixture
-def quick_returns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extractor.dispatch.server_pool, "RETURN_PAUSE_S", 0.02)
-    monkeypatch.setattr(extractor.dispatch.health, "ALIVE_INTERVAL_S", 0.02)
+#: Reports often enough to see each change.
+WATCHED = quick(status={"report_interval_s": 0.01})
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ async def ends_with(coroutine: Any) -> BaseException:
 
 def prompts_by_start(summary: RunSummary) -> list[list[int]]:
     """Prompts that each start of each server answered."""
-    return [[start.num_prompts for start in member.starts] for member in summary.members]
+    return [[start.served.prompts for start in server.starts] for server in summary.servers]
 
 
 @asynccontextmanager
@@ -183,7 +184,9 @@ async def test_the_faster_server_gets_more(
 async def test_servers_that_capture_something_else_are_refused_by_name_and_field(
     tmp_path: Path, dump_root: Path, notes: Notes, path: Path, told: str, model: dict[str, Any]
 ) -> None:
-    one, other = FakeServer(dump_root), FakeServer(dump_root, model=FakeModel(**model))
+    one, other = FakeServer(dump_root), FakeServer(dump_root)
+    for name, value in model.items():
+        setattr(other.model, name, value)
     async with one.running(), other.running():
         options = options_of([one, other], dump_root, path, tmp_path / "out")
         with pytest.raises(ConfigMismatch) as caught:
@@ -241,7 +244,7 @@ async def test_the_strictest_limit_holds_for_all(
     async with one.running(), other.running():
         options = options_of([one, other], dump_root, path, tmp_path / "out")
         summary = await run(options, notes)
-    longest = max(row.num_tokens or 0 for row in rows_of(tmp_path / "out") if not row.reason)
+    longest = max(row.prompt.num_tokens for row in stored_rows(tmp_path / "out"))
     assert longest == 33  # the server takes 34 tokens and one that it makes
     assert set(summary.totals.by_reason) == {Reason.TOO_LONG}
 
@@ -271,11 +274,9 @@ async def test_a_server_that_dies_in_mid_run_costs_no_row(
 async def test_a_server_that_returns_is_proven_and_used_again(
     tmp_path: Path,
     dump_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
     prompts: list[Ids],
     path: Path,
 ) -> None:
-    monkeypatch.setattr(extractor.pipeline.session, "REPORT_INTERVAL_S", 0.01)
     seen: list[tuple[ServerNow, ...]] = []
 
     class Watching(Notes):
@@ -291,7 +292,7 @@ async def test_a_server_that_returns_is_proven_and_used_again(
         )
         async with steady.running():
             options = options_of([first, steady], dump_root, path, tmp_path / "out")
-            running = asyncio.create_task(run(options, notes))
+            running = asyncio.create_task(run(options, notes, timings=WATCHED))
             await steady.has_begun_to_wait.wait()
             await killed([first], after=10)
             async with process(dump_root, "--port", str(port)) as second:
@@ -300,7 +301,7 @@ async def test_a_server_that_returns_is_proven_and_used_again(
     starts = prompts_by_start(summary)
     assert len(starts[0]) == 2 and min(starts[0]) > 0
     assert sum(starts[0]) + sum(starts[1]) == 120
-    assert any(f"{first.url} is proven, and used from now on" in note for note in notes.messages)
+    assert any(f"{first.url} passed the probe; resuming" in note for note in notes.messages)
     assert notes.of_servers == [
         ("server_lost", "warning", first.url),
         ("server_back", "info", first.url),
@@ -372,7 +373,7 @@ async def test_a_server_that_was_not_used_is_told_from_one_that_never_answered(
             await stack.enter_async_context(unfit.running(port=int(url.rpartition(":")[2])))
         summary = await running
     told = "it was not used" if comes else "it never answered"
-    assert summary.members[1].to_text() == told
+    assert summary.servers[1].to_text() == told
     assert told in summary.to_text(tmp_path)
     assert ordinals_sent(unfit.requests) == []
     assert_whole(tmp_path / "out", prompts)
@@ -412,8 +413,7 @@ async def test_a_server_that_serves_nothing_any_more_costs_no_row(
     path: Path,
 ) -> None:
     """It answers, but only with refusals; what it still had under way is broken off."""
-    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.05)
-    monkeypatch.setattr(extractor.dispatch.health, "USELESS_AFTER_S", 0.2)
+    timings = quick(health={"refused_open_s": 0.05, "useless_after_s": 0.2})
 
     def busy(number: int, rid: str) -> Fault | None:
         if number == 11:
@@ -428,7 +428,7 @@ async def test_a_server_that_serves_nothing_any_more_costs_no_row(
     steady = Waiting(dump_root, after=30, until=has_left)
     async with full.running(), steady.running():
         options = options_of([full, steady], dump_root, path, tmp_path / "out", max_attempts=1)
-        await run(options, notes)
+        await run(options, notes, timings=timings)
     assert has_left()
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
@@ -445,16 +445,14 @@ class Draining(FakeServer):
         return await super()._generate(request)
 
 
-@pytest.fixture
-def quick_drains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extractor.dispatch.health, "DRAIN_INTERVAL_S", 0.01)
+#: Asks often whether a server shuts down.
+DRAINING = quick(health={"drain_interval_s": 0.01})
 
 
 def told_to_stop(notes: Notes) -> bool:
-    return any("is being stopped" in message for message in notes.messages)
+    return any("is shutting down" in message for message in notes.messages)
 
 
-@pytest.mark.usefixtures("quick_drains")
 async def test_a_server_that_is_being_stopped_gets_no_more_prompts(
     tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
 ) -> None:
@@ -463,7 +461,7 @@ async def test_a_server_that_is_being_stopped_gets_no_more_prompts(
     steady = Waiting(dump_root, after=30, until=lambda: told_to_stop(notes))
     async with ending.running(), steady.running():
         options = options_of([ending, steady], dump_root, path, tmp_path / "out")
-        await run(options, notes)
+        await run(options, notes, timings=DRAINING)
     assert notes.of_servers == [("server_stopping", "warning", ending.url)]
     sent = ordinals_sent(ending.requests), ordinals_sent(steady.requests)
     assert sorted(sent[0] + sent[1]) == list(range(120))
@@ -472,7 +470,6 @@ async def test_a_server_that_is_being_stopped_gets_no_more_prompts(
     assert dumps_under(dump_root) == []
 
 
-@pytest.mark.usefixtures("quick_drains")
 async def test_a_server_that_is_not_stopped_after_all_is_used_again(
     tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
 ) -> None:
@@ -486,7 +483,8 @@ async def test_a_server_that_is_not_stopped_after_all_is_used_again(
 
     async with server.running(), asyncio.TaskGroup() as tasks:
         tasks.create_task(changes_its_mind())
-        await run(options_of([server], dump_root, path, tmp_path / "out"), notes)
+        options = options_of([server], dump_root, path, tmp_path / "out")
+        await run(options, notes, timings=DRAINING)
     assert notes.of_servers == [
         ("server_stopping", "warning", server.url),
         ("server_back", "info", server.url),
@@ -494,19 +492,18 @@ async def test_a_server_that_is_not_stopped_after_all_is_used_again(
     assert_whole(tmp_path / "out", prompts)
 
 
-@pytest.mark.usefixtures("quick_drains")
 async def test_a_server_that_is_being_stopped_and_never_ends_is_given_up(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:
-    monkeypatch.setattr(extractor.dispatch.health, "USELESS_AFTER_S", 0.1)
+    timings = quick(health={"drain_interval_s": 0.01, "useless_after_s": 0.1})
     server = Draining(dump_root, delay_s=0.02)
     async with server.running():
-        error = await ends_with(run(options_of([server], dump_root, path, tmp_path / "out"), notes))
+        options = options_of([server], dump_root, path, tmp_path / "out")
+        error = await ends_with(run(options, notes, timings=timings))
     assert isinstance(error, ServerLost)
-    assert "is being stopped, and has not ended" in str(error)
+    assert "is shutting down, and has not ended" in str(error)
 
 
-@pytest.mark.usefixtures("quick_drains")
 async def test_no_prompt_is_blamed_for_the_end_of_a_server_that_was_stopped(
     tmp_path: Path,
     dump_root: Path,
@@ -519,15 +516,14 @@ async def test_no_prompt_is_blamed_for_the_end_of_a_server_that_was_stopped(
     ending = Draining(dump_root, faults=faults_once({5: Fault.SILENT}))
     steady = Waiting(dump_root, after=30, until=lambda: told_to_stop(notes))
     monkeypatch.setattr(
-        extractor.dispatch.health,
+        extractor.dispatch.monitor,
         "is_alive",
         lambda ready: ready.boot_id != ending.boot_id or not told_to_stop(notes),
     )
-    monkeypatch.setattr(
-        extractor.dispatch.server_pool, "is_convicted", lambda **facts: pytest.fail(str(facts))
-    )
+    monkeypatch.setattr(Suspects, "judge", lambda self, found: pytest.fail(str(found)))
     async with ending.running(), steady.running():
-        await run(options_of([ending, steady], dump_root, path, tmp_path / "out"), notes)
+        options = options_of([ending, steady], dump_root, path, tmp_path / "out")
+        await run(options, notes, timings=DRAINING)
     assert any("was stopped: its process" in message for message in notes.messages)
     assert ("server_back", "info", ending.url) not in notes.of_servers, (
         "it serves, but not for long"
@@ -559,11 +555,9 @@ async def test_when_the_last_server_dies_the_run_ends_and_the_same_command_goes_
 async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
     tmp_path: Path,
     dump_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
     prompts: list[Ids],
     path: Path,
 ) -> None:
-    monkeypatch.setattr(extractor.pipeline.session, "REPORT_INTERVAL_S", 0.01)
     seen: list[tuple[ServerNow, ...]] = []
     some_are_stored = asyncio.Event()
 
@@ -575,7 +569,7 @@ async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
 
     async with process(dump_root, *SLOWLY) as one, process(dump_root, *SLOWLY) as other:
         options = options_of([one, other], dump_root, path, tmp_path / "out", server_wait_s=60.0)
-        running = asyncio.create_task(run(options, Watching()))
+        running = asyncio.create_task(run(options, Watching(), timings=WATCHED))
         await some_are_stored.wait()
         await killed([one, other], after=1)
         back = FakeServer(dump_root)
@@ -584,7 +578,7 @@ async def test_a_run_that_may_wait_goes_on_with_the_first_that_returns(
     assert 0 < len(ordinals_sent(back.requests)) < len(prompts)
     assert (summary.counters.rows.settled_before, summary.counters.rows.stored) == (0, len(prompts))
     ended = [counters for counters in seen if not any(server.is_up for server in counters)]
-    for number, member in enumerate(summary.members):
+    for number, member in enumerate(summary.servers):
         counted = [servers[number].num_prompts for servers in seen]
         assert counted == sorted(counted)  # none was forgotten
         assert member.num_prompts == counted[-1]

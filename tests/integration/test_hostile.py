@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from helpers import Notes, assert_whole, make_prompts, options_for, run_options, write_prompts
+from helpers import Notes, assert_whole, make_prompts, options_for, run, run_options, write_prompts
 from hostile.make import HERE, REASONS, files
 
 from extractor.core.errors import ExtractorError, ServerError, UsageError
 from extractor.dumps.dump_reader import BrokenFile, DumpWatcher, Rank
-from extractor.pipeline.run import run
 from extractor.servers.client import API_KEY_VARIABLE
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
@@ -21,7 +20,6 @@ from extractor.verify.repair import audit_and_repair
 from manifest.states import State
 from server_patch.dump_format import READY_NAME, DumpFormatError, decode_ready, read_header
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 FILES = sorted(HERE.glob("*.safetensors"))
 
 

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from helpers import Notes, dumps_under, make_prompts, options_for, write_prompts
+from helpers import Notes, dumps_under, make_prompts, options_for, quick, run, write_prompts
 
-import extractor.dispatch.health
 from extractor.core.rids import PROBE_SESSION
-from extractor.pipeline.run import run
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.target import Target, require_plugin
-from extractor.testing.fake_server import FakeServer, Fault, FaultPlan, no_faults
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, FaultPlan, no_faults
 from manifest.states import Reason
 
 
@@ -92,11 +91,10 @@ async def test_of_a_prompt_that_was_answered(dump_root: Path, tmp_path: Path, no
     assert (await task).totals.by_reason == {Reason.DUMP_MISSING: 1}
 
 
-@pytest.mark.usefixtures("quick_retries")
 async def test_of_a_probe_that_asks_whether_the_server_serves_again(
     dump_root: Path, tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.0)
+    timings = quick(health={"refused_open_s": 0.0})
     path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
     server = LateServer(
         dump_root,
@@ -105,4 +103,4 @@ async def test_of_a_probe_that_asks_whether_the_server_serves_again(
     )
     async with server.running():
         options = options_for(server, path, tmp_path / "out")
-        await given_up(asyncio.create_task(run(options, notes)), server)
+        await given_up(asyncio.create_task(run(options, notes, timings=timings)), server)

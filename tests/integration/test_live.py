@@ -17,10 +17,9 @@ from helpers import Notes, make_prompts, options_for, write_prompts
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, RenderableType
 
-import extractor.status.live_file
-import extractor.status.watcher
-from extractor.core.counters import Counters, Moment, Rows, ServerNow, Stage
+from extractor.core.counters import Counters, InputRows, Moment, ServerNow, Stage
 from extractor.core.errors import MissingExtra, OutputBusy, UsageError
+from extractor.core.timings import DEFAULT_TIMINGS, StatusTimings, Timings
 from extractor.pipeline.run import run
 from extractor.status.live_file import LIVE_NAME, LiveFile, live_problem, read_live
 from extractor.status.overview import read_status
@@ -53,7 +52,7 @@ def written(file: LiveFile) -> None:
 
 
 def some_counters() -> Counters:
-    counters = Counters(rows=Rows(total=10, stored=4), tokens=400, stored_bytes=4000)
+    counters = Counters(rows=InputRows(total=10, stored=4), tokens=400, stored_bytes=4000)
     counters.rows.failed_by_reason[Reason.TOO_LONG] += 1
     counters.observe(
         Moment(
@@ -141,7 +140,7 @@ def test_a_process_that_cannot_be_seen_is_believed_for_half_a_minute(tmp_path: P
     }  # fmt: skip
     (tmp_path / LIVE_NAME).write_text(json.dumps(document))
     assert read_live(tmp_path) is not None
-    old = {**document, "written_at": time.time() - extractor.status.live_file.STALE_S - 1}
+    old = {**document, "written_at": time.time() - DEFAULT_TIMINGS.status.stale_s - 1}
     (tmp_path / LIVE_NAME).write_text(json.dumps(old))
     assert read_live(tmp_path) is None
 
@@ -210,20 +209,20 @@ async def test_a_run_is_watched_from_its_first_prompt_to_its_end(
         "extractor.status.watcher.writer_of",
         lambda out: 17 if (out / LOCK_NAME).read_text() else None,
     )
-    monkeypatch.setattr("extractor.pipeline.session.REPORT_INTERVAL_S", 0.01)
-    monkeypatch.setattr("extractor.status.live_file.INTERVAL_S", 0.0)
     out = tmp_path / "out"
     prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(60))
     prompts.write_text(prompts.read_text() + "nonsense\n")
     watcher = Watcher(out)
     looks: list[Look] = []
 
+    quick = Timings(status=StatusTimings(report_interval_s=0.01, live_interval_s=0.0))
+
     class Watching(Notes):
         def update(self, counters: Counters) -> None:
             looks.append(watcher.look())
 
     async with FakeServer(dump_root).running() as server:
-        await run(options_for(server, prompts, out), Watching())
+        await run(options_for(server, prompts, out), Watching(), timings=quick)
     assert looks
     assert all(look.writer == 17 and not look.is_over for look in looks)
     assert any(look.live is not None for look in looks)
@@ -253,7 +252,7 @@ async def test_a_run_that_waits_for_its_server_is_not_shown_at_work(
     file.close()
     look = watcher.look()
     assert "in flight" not in line(look)
-    assert "17 sends nothing" in line(look)
+    assert "17 is idle" in line(look)
     assert "in flight" not in drawn(page(look), width=80)
 
 
@@ -261,7 +260,7 @@ def test_where_nothing_runs_it_is_waited_for_a_while(tmp_path: Path) -> None:
     clock = Clock()
     with pytest.raises(ManifestMissing):
         watch(tmp_path, lambda look: None, interval_s=1.0, sleep=clock.sleep, clock=clock)
-    assert clock.now - 100.0 == extractor.status.watcher.PATIENCE_S
+    assert clock.now - 100.0 == DEFAULT_TIMINGS.status.patience_s
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -281,7 +280,7 @@ async def test_an_unfinished_run_may_be_about_to_go_on(
     )
     assert shown[-1].endswith("; the run ended unfinished (3 rows left); the same command goes on")
     assert [("process 17" in one) for one in shown] == ([True, False] if comes else [False])
-    assert clock.now - 100.0 == (3 if comes else extractor.status.watcher.PATIENCE_S)
+    assert clock.now - 100.0 == (3 if comes else DEFAULT_TIMINGS.status.patience_s)
 
 
 async def test_a_finished_run_is_shown_once(dump_root: Path, tmp_path: Path, notes: Notes) -> None:
@@ -312,7 +311,7 @@ def test_a_run_that_only_starts_is_waited_for(
     with pytest.raises(ManifestMissing):
         watch(tmp_path, lambda look: shown.append(line(look)), interval_s=0.0, sleep=pauses.append)
     assert shown == [f"{tmp_path}: process 17 is starting"] * 2
-    assert pauses == [extractor.status.watcher.LOOK_INTERVAL_S] * 2
+    assert pauses == [DEFAULT_TIMINGS.status.look_interval_s] * 2
 
 
 def test_an_end_is_shown_at_once_and_other_looks_at_intervals(
@@ -359,17 +358,17 @@ async def test_the_page_says_all_of_it_in_any_width(
     busy = replace(look.live, session={**look.live.session, "stages": stages})
     assert "…" not in drawn(page(replace(look, live=busy)), width=60)
     over = drawn(page(replace(look, writer=None)), width=60)
-    assert "as last told before the end" in over
+    assert "as last reported" in over
     assert "time left" in over and "in flight" not in over
-    text = drawn(page(look), width=100)
+    text = " ".join(drawn(page(look), width=100).split())  # a long path breaks the line
     for what in (
         "100.0 %", "6 of 6 rows", "3 of 8", "100 B of 1000 B", "bad_json", "is at work",
-        "dump under its root", "20.0 ms", "speed now", "mean speed", "time left", "boundaries",
+        "dump lifetime", "20.0 ms", "speed now", "mean speed", "time left", "boundaries",
         "http://a:1", "away", "answered",
     ):  # fmt: skip
         assert what in text, (what, text)
     assert "3 in flight, 1 of 2 servers up, shm 100 B of 1000 B" in line(look)
-    assert "dumps lie 20.0 ms p50, 20.0 ms p99" in line(look)
+    assert "dump lifetime 20.0 ms p50, 20.0 ms p99" in line(look)
 
 
 async def test_status_as_json_has_the_live_session(

@@ -7,19 +7,18 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import Notes, make_prompts, options_for, write_prompts
+from helpers import Notes, make_prompts, options_for, run, write_prompts
 
-from extractor.pipeline.run import run
-from extractor.testing.fake_server import FakeServer, Fault, faults_once
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault, faults_once
 
-#: As docs/observability.md lists them, without those of a request.
+#: As docs/observability.md lists them.
 STAGES = (
-    "admitted", "planned", "dump arrived", "queued", "copied", "committed", "dumps removed",
+    "admitted", "sent", "answered", "dump arrived", "queued", "copied", "committed",
+    "dumps removed",
 )  # fmt: skip
 #: Stages before the prompt has a rid.
-WITHOUT_RID = ("admitted", "planned")
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
+WITHOUT_RID = ("admitted",)
 
 
 def stages_of(messages: list[str], field: str) -> list[str]:

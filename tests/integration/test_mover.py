@@ -10,13 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import make_identity, make_prompts, prompt_of
+from helpers import Notes, make_identity, make_prompts, prompt_of
 
+from extractor.core.counters import Counters
+from extractor.core.run_options import Output
+from extractor.core.timings import StoreTimings
+from extractor.dispatch.row_recorder import RowRecorder
 from extractor.shards.mover import Mover
+from extractor.shards.sequence import ShardSequence
 from extractor.shards.writer import ShardSettings, ShardWriter
 from integration.test_shards import Dumps
-from manifest.records import Change, Moved, Planned, Source
-from manifest.states import Event, State
+from manifest.records import Change, Planned, PromptFacts, Source, SourceRow
+from manifest.states import State
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
@@ -27,30 +32,29 @@ def settings(tmp_path: Path) -> ShardSettings:
     for name in ("shards", "dumps"):
         (tmp_path / name).mkdir()
     return ShardSettings(
-        directory=tmp_path / "shards",
+        output=Output(directory=tmp_path, shard_bytes=1 << 20, file_mode=0o640),
         identity=make_identity(),
-        shard_bytes=1 << 20,
-        file_mode=0o640,
     )
 
 
 async def owner_of(path: Path, prompts: Sequence[Prompt]) -> StoreOwner:
-    """A manifest in which all of `prompts` are dumped."""
+    """A manifest in which all of `prompts` are planned."""
     owner = await StoreOwner.open(path)
     source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=len(prompts))
     await owner.call(lambda store: store.begin({}, [source]))
     for prompt in prompts:
         await owner.commit(
             Planned(
-                ordinal=prompt.ordinal, source=0, line=1, label=None, key=prompt.key,
-                num_tokens=prompt.num_tokens, num_trained=0,
-            ),
-            *(
-                Moved(ordinal=prompt.ordinal, event=event, attempts=1)
-                for event in (Event.SEND, Event.DUMP)
-            ),
-        )  # fmt: skip
+                origin=SourceRow(ordinal=prompt.ordinal, source=0, line=1),
+                prompt=PromptFacts(key=prompt.key, num_tokens=prompt.num_tokens, num_trained=0),
+            )
+        )
     return owner
+
+
+def mover_of(shards: ShardSequence, owner: StoreOwner, counters: Counters) -> Mover:
+    recorder = RowRecorder(owner, counters, Notes(), server_of=lambda boot_id: None)
+    return Mover(shards, recorder, counters.stages, StoreTimings())
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
@@ -69,20 +73,15 @@ async def test_each_sample_that_the_manifest_has_is_counted_once(
         apply(store, changes)
 
     monkeypatch.setattr(Store, "apply", gated)
-    counted: list[Prompt] = []
-    mover = Mover(
-        settings,
-        owner,
-        next_number=lambda: 0,
-        rows_left=lambda: 1,
-        count_stored=counted.append,
-    )
+    counters = Counters()
+    shards = ShardSequence(settings, owner, numbers=itertools.count(), rows=counters.rows)
+    mover = mover_of(shards, owner, counters)
     tasks = [
         asyncio.create_task(mover.run()),
         asyncio.create_task(mover.store(prompt, pieces, attempts=1)),
     ]
     assert await asyncio.to_thread(is_reached.wait, 30)
-    assert counted == []
+    assert counters.rows.stored == 0
     if is_cancelled:
         tasks[0].cancel()
         await asyncio.wait(tasks[:1])
@@ -94,8 +93,8 @@ async def test_each_sample_that_the_manifest_has_is_counted_once(
     await asyncio.wait(tasks)
     (stored,) = await owner.call(lambda store: list(store.rows()))
     assert stored.state is State.STORED
-    assert counted == [prompt]
-    await mover.close(seal=False)
+    assert (counters.rows.stored, counters.tokens) == (1, prompt.num_tokens)
+    await shards.close(seal=False)
     await owner.close()
 
 
@@ -115,13 +114,12 @@ async def test_a_shard_that_is_being_sealed_when_the_run_is_cancelled_keeps_its_
         return seal(writer)
 
     monkeypatch.setattr(ShardWriter, "seal", gated)
-    numbers = itertools.count()
-    mover = Mover(
-        replace(settings, shard_bytes=1),  # each sample begins a new one
-        owner,
-        next_number=lambda: next(numbers),
-        rows_left=lambda: 1,
-    )
+    counters = Counters()
+    settings = replace(
+        settings, output=replace(settings.output, shard_bytes=1)
+    )  # each sample begins a new one
+    shards = ShardSequence(settings, owner, numbers=itertools.count(), rows=counters.rows)
+    mover = mover_of(shards, owner, counters)
     tasks = [
         asyncio.create_task(mover.run()),
         *(
@@ -133,7 +131,7 @@ async def test_a_shard_that_is_being_sealed_when_the_run_is_cancelled_keeps_its_
     tasks[0].cancel()
     await asyncio.wait(tasks[:1])
     may_go_on.set()
-    await mover.close(seal=False)
+    await shards.close(seal=False)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

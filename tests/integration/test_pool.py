@@ -28,7 +28,7 @@ from prompts.token_bound import TokenBound
 from prompts.types import BadRow, Prompt, RowOrigin, RowReason, TokenizerError
 
 # A process takes seconds to start, on a busy machine many.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,27 +16,29 @@ from helpers import (
     LAYOUT,
     Ids,
     Notes,
+    change_ready,
     changed,
     make_prompts,
     options_for,
     ordinals_sent,
     read_samples,
     rows_of,
+    run,
+    servers_of,
     write_prompts,
 )
 
 from extractor.core.errors import ConfigMismatch, Interrupted, PluginError, first_known
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
-from extractor.testing.fake_server import FakeModel, FakeServer, FaultPlan, fake_states
+from extractor.testing.fake_model import FakeModel, fake_states
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import FaultPlan
 from extractor.verify.audit import audit
 from extractor.verify.findings import FindingKind
 from manifest.records import ServerStart
 from manifest.states import State
 from manifest.store import Store
 from server_patch.dump_format import decode_ready, encode_ready
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 NUM_ROWS = 40
 
@@ -120,14 +121,14 @@ async def test_a_session_with_another_model_is_refused_by_name_and_sends_nothing
     dump_root: Path, path: Path, out: Path, notes: Notes, name: str
 ) -> None:
     await stopped_half_way(dump_root, path, out, notes, FakeModel())
-    before = rows_of(out)
+    before = servers_of(out)
     model, told = OTHER_MODELS[name]
     async with FakeServer(dump_root, model=model).running() as server:
         message = await refused(options_for(server, path, out), notes)
         assert not server.requests  # not even a probe
     assert told in message
     assert str(out) in message and "--allow-model-change" in message
-    assert [row.server for row in rows_of(out)] == [row.server for row in before]
+    assert servers_of(out) == before
     assert len(starts_of(out)) == 1
 
 
@@ -167,7 +168,7 @@ async def test_a_run_continues_with_the_same_model_and_records_each_start(
     assert (first.canary_error, second.canary_error) == (None, 0.0)
     assert first.accepted == second.accepted == ()
     assert second.facts["settings"] == {"attention_backend": "fa3", "device": "other"}
-    assert {row.server for row in rows_of(out)} == {0, 1}
+    assert set(servers_of(out).values()) == {0, 1}
     assert set(checkpoints_of(out, prompts).values()) == {0}
     document = orjson.loads((out / "dataset.json").read_bytes())
     assert [
@@ -189,7 +190,7 @@ async def test_a_deliberate_change_needs_an_option_and_is_recorded(
     is_disguised = model is DISGUISED
     assert second.accepted == (("canary",) if is_disguised else ("weights", "canary"))
     # Each row names the server start that computed it, and holds that server's states.
-    made_by = {row.ordinal: row.server for row in rows_of(out)}
+    made_by = servers_of(out)
     assert made_by == checkpoints_of(out, prompts)
     assert {ordinal for ordinal, number in made_by.items() if number == 0} == before
     document = orjson.loads((out / "dataset.json").read_bytes())
@@ -215,8 +216,8 @@ async def test_data_parallel_ranks_that_differ_are_refused_by_field(
         second = server.directory.with_name("1")
         second.mkdir()
         for directory, rank in (
-            (server.directory, replace(ready, dp_size=2)),
-            (second, replace(ready, dp_size=2, rank=1, **{field: value})),  # type: ignore[arg-type]
+            (server.directory, change_ready(ready, dp_size=2)),
+            (second, change_ready(ready, dp_size=2, rank=1, **{field: value})),
         ):
             (directory / "READY.json").write_bytes(encode_ready(rank))
         with pytest.raises(PluginError, match=f"ranks 0 and 1 differ in {field}: "):
@@ -295,11 +296,13 @@ async def test_a_data_set_of_an_older_version_goes_on_and_gets_its_canary(
         await run(options_for(server, path, out), notes)
     (start,) = starts_of(out)
     assert start.canary_error == 0.0  # against a stored sample
-    assert {row.server for row in rows_of(out)} == {None, 0}
+    assert set(servers_of(out).values()) == {None, 0}
     assert checkpoints_of(out, prompts) == dict.fromkeys(range(NUM_ROWS), 0)
     found = audit(out)
     assert found.is_clean
-    assert found.num_unattributed == sum(row.server is None for row in rows_of(out))
+    assert found.contents.num_unattributed == sum(
+        number is None for number in servers_of(out).values()
+    )
     assert "stored by an older version" in found.to_text()
     async with FakeServer(dump_root, model=FakeModel(checkpoint=1)).running() as server:
         assert "weights: was" in await refused(options_for(server, path, out), notes)
@@ -321,7 +324,7 @@ async def test_a_data_set_of_an_older_version_is_compared_by_a_stored_sample(
     (start,) = starts_of(out)
     assert start.accepted == ("canary",)
     assert start.canary_error is not None and start.canary_error > 0.5
-    made_by = {row.ordinal: row.server for row in rows_of(out)}
+    made_by = servers_of(out)
     assert checkpoints_of(out, prompts) == {
         ordinal: 0 if number is None else 1 for ordinal, number in made_by.items()
     }
@@ -336,11 +339,11 @@ async def test_a_finished_data_set_of_an_older_version_is_still_clean(
     before = (out / "dataset.json").read_bytes()
     manifest = (out / "manifest.sqlite").read_bytes()
     found = audit(out)
-    assert {finding.kind for finding in found.findings} <= {
+    assert {finding.kind for finding in found.findings.all} <= {
         FindingKind.ROW_UNFINISHED,
         FindingKind.ROWS_UNACCOUNTED,
         FindingKind.SHARD_UNSEALED,
     }
-    assert found.starts == ()
+    assert found.contents.starts == []
     assert (out / "dataset.json").read_bytes() == before
     assert (out / "manifest.sqlite").read_bytes() == manifest  # read as a copy

@@ -15,12 +15,12 @@ from helpers import (
     options_for,
     read_samples,
     rows_of,
+    run,
     write_prompts,
 )
 
 from extractor.core.errors import OutputBusy, UsageError, exit_code
 from extractor.core.locations import MANIFEST_NAME
-from extractor.pipeline.run import run
 from extractor.system.lock import LOCK_NAME, exclusive
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
@@ -29,7 +29,6 @@ from extractor.verify.repair import Repair, audit_and_repair
 from manifest.exceptions import ManifestMissing
 from manifest.states import State
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 PROMPTS = make_prompts(20, shortest=20)
 
 
@@ -70,7 +69,7 @@ def test_only_the_damaged_sample_is_planned_again(out: Path) -> None:
     assert {n: s.digest for n, s in read_samples(out).items()} == {
         n: s.digest for n, s in before.items()
     }
-    assert {finding.kind.value for finding in audit(out).findings} == {"row_unfinished"}
+    assert {finding.kind.value for finding in audit(out).findings.all} == {"row_unfinished"}
 
 
 async def test_an_open_shard_waits_for_the_run_that_seals_it(
@@ -117,7 +116,7 @@ def test_a_repair_recomputes_the_counts_from_the_rows(out: Path) -> None:
     )
     before = {path: path.read_bytes() for path in shards(out)}
     found, repair = audit_and_repair(out)
-    assert found.counts[FindingKind.MANIFEST_DAMAGED] == 3
+    assert found.findings.counts[FindingKind.MANIFEST_DAMAGED] == 3
     assert (repair.rows, repair.planned, repair.refused) == (0, 0, None)
     assert audit(out).is_clean
     # The manifest gave it a size of 7 bytes, so it was replaced, like any damaged shard.
@@ -129,7 +128,7 @@ def test_a_manifest_that_cannot_be_read_cannot_be_repaired_from_itself(out: Path
     on_manifest(out, "UPDATE identity SET value = '9' WHERE name = 'num_layers'")
     before = (out / MANIFEST_NAME).read_bytes()
     found, repair = audit_and_repair(out)
-    assert FindingKind.MANIFEST_DAMAGED in found.counts
+    assert FindingKind.MANIFEST_DAMAGED in found.findings.counts
     assert repair.refused is not None
     assert "identity, row 'num_layers': its checksum is not that" in repair.refused
     assert "restore it from a copy" in repair.refused
@@ -181,7 +180,7 @@ def test_dataset_json_is_written_again_from_the_manifest(out: Path, how: str) ->
     if how == "damaged":
         path.write_bytes(before[:100])
     found, repair = audit_and_repair(out)
-    assert {finding.kind for finding in found.findings} == {FindingKind.PROVENANCE}
+    assert {finding.kind for finding in found.findings.all} == {FindingKind.PROVENANCE}
     assert repair.dataset
     assert repair.to_text() == "wrote dataset.json again from the manifest"
     assert path.read_bytes() == before
@@ -193,7 +192,7 @@ def test_a_shard_that_is_a_pipe_is_left_and_extracted_again_once_it_is_gone(out:
     path.unlink()
     os.mkfifo(path)
     _, repair = audit_and_repair(out)
-    assert (repair.shards, repair.unknown) == (0, (str(path),))
+    assert (repair.shards, repair.unknown) == (0, [str(path)])
     assert "that this data set did not write" in repair.to_text()
     path.unlink()
     _, repair = audit_and_repair(out)

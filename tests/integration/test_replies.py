@@ -15,7 +15,7 @@ from helpers import Ids, prompt_of
 
 from extractor.core.checks import ReplyFacts
 from extractor.core.errors import PluginError
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.request import Request
 from extractor.servers.client import MAX_INFO_BYTES, Client
 from manifest.states import Reason
@@ -98,7 +98,7 @@ async def test_an_invalid_reply_is_reported_by_its_field(
     failure = await reply_to({"meta_info": {**META, **changes}})
     assert isinstance(failure, Failure)
     assert failure.detail == f"not an answer of SGLang: {problem}"
-    assert (failure.reason, failure.is_permanent) == (Reason.SERVER_ERROR, False)
+    assert (failure.reason, failure.kind) == (Reason.SERVER_ERROR, FailureKind.SERVER)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ async def test_fields_that_a_release_leaves_out_are_not_asked_for(
 async def test_an_abort_that_is_not_about_the_prompt_means_busy(meta: dict[str, object]) -> None:
     failure = await reply_to({"text": "", "output_ids": [], "meta_info": meta})
     assert isinstance(failure, Failure)
-    assert failure.is_busy
+    assert failure.kind is FailureKind.BUSY
     assert failure.detail.startswith("aborted by the server: ")
 
 
@@ -157,7 +157,7 @@ async def test_an_abort_that_is_not_about_the_prompt_means_busy(meta: dict[str, 
 async def test_a_duplicate_is_recognised_in_every_form_of_an_error(document: object) -> None:
     failure = await reply_to(document, status=400)
     assert isinstance(failure, Failure)
-    assert (failure.is_copy, failure.is_permanent) == (True, False)
+    assert failure.kind is FailureKind.COPY
 
 
 async def test_an_endless_reply_is_read_to_a_bound_and_named() -> None:
@@ -166,8 +166,7 @@ async def test_an_endless_reply_is_read_to_a_bound_and_named() -> None:
     assert isinstance(failure, Failure)
     assert "more than 1.0 MiB" in failure.detail
     # The server answered: the connection was not lost, and a dump is not expected.
-    assert not failure.is_transport
-    assert not failure.is_unanswered
+    assert failure.kind is FailureKind.SERVER
 
 
 async def test_a_reply_that_drips_ends_with_the_request_timeout() -> None:
@@ -175,8 +174,7 @@ async def test_a_reply_that_drips_ends_with_the_request_timeout() -> None:
         failure = await client.generate(REQUEST)
     assert isinstance(failure, Failure)
     assert failure.detail == "no complete reply in 0.5 s (--request-timeout)"
-    assert failure.is_unanswered
-    assert not failure.is_not_counted
+    assert failure.kind is FailureKind.SILENT
 
 
 async def test_a_servers_self_description_is_read_up_to_a_limit() -> None:

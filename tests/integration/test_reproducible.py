@@ -11,14 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Notes, changed, options_for, read_samples, rows_of
+from helpers import (
+    Notes,
+    changed,
+    options_for,
+    read_samples,
+    rows_of,
+    run,
+    stored_rows,
+)
 from templates import QWEN3, tokenizer_for
 
 from extractor.core.errors import ConfigMismatch, Interrupted, exit_code, first_known
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
-from extractor.testing.fake_server import FakeServer, Fault
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import Fault
 from extractor.verify.audit import audit
 from manifest.exceptions import PromptChanged
 from manifest.store import Store
@@ -27,8 +35,6 @@ from prompts.ambient import parse_moment
 from prompts.reading_options import ReadingOptions, TemplateOptions
 from prompts.render import Renderer
 from prompts.tokenizer import ChatTokenizer
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 NUM_ROWS = 40
 FIRST, LATER = "2026-01-31T23:59:59+01:00", "2026-02-01T08:00:00+09:00"
@@ -129,7 +135,7 @@ async def test_a_data_set_keeps_one_time_over_all_sessions(
         await run(wishes(server, prompts, out, now=FIRST), notes)
     assert times_in(out, str(tmp_path / "tokenizer")) == {"31 Jan 2026 23:59:59"}
     assert stated_time(out) == FIRST
-    assert audit(out).findings == []
+    assert audit(out).findings.all == []
 
 
 async def test_the_now_option_makes_two_data_sets_equal(
@@ -141,7 +147,7 @@ async def test_the_now_option_makes_two_data_sets_equal(
         out = tmp_path / f"out-{number}"
         async with FakeServer(dump_root).running() as server:
             await run(wishes(server, prompts, out, now=FIRST), notes)
-        keys.append([row.key for row in rows_of(out)])
+        keys.append([row.prompt.key for row in stored_rows(out)])
         assert stated_time(out) == FIRST
     assert keys[0] == keys[1]
 
@@ -178,7 +184,7 @@ async def test_a_data_set_of_an_older_version_continues_only_with_the_time_of_it
         assert stated_time(out) == FIRST  # now recorded
         await run(wishes(server, prompts, out), notes)
     assert times_in(out, str(tmp_path / "tokenizer")) == {"31 Jan 2026 23:59:59"}
-    assert audit(out).findings == []
+    assert audit(out).findings.all == []
 
 
 async def test_a_finished_data_set_of_an_older_version_is_left_as_it_is(
@@ -191,7 +197,7 @@ async def test_a_finished_data_set_of_an_older_version_is_left_as_it_is(
         at(monkeypatch, LATER)
         await run(wishes(server, prompts, out), notes)
     assert stated_time(out) is None
-    assert audit(out).findings == []
+    assert audit(out).findings.all == []
 
 
 def change_rendering(monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
@@ -246,4 +252,4 @@ async def test_a_planned_row_that_now_gives_another_prompt_stops_the_run(
     async with FakeServer(dump_root).running() as server:
         await run(wishes(server, prompts, out), notes)
     assert len(read_samples(out)) == NUM_ROWS
-    assert audit(out).findings == []
+    assert audit(out).findings.all == []

@@ -32,18 +32,20 @@ from helpers import (
     make_prompts,
     options_for,
     ordinals_sent,
+    quick,
     read_samples,
     rows_of,
+    run,
     stored_ordinals,
+    stored_rows,
     write_prompts,
 )
 
 import extractor.dispatch.health
-import extractor.dispatch.places
 import extractor.dumps.dump_reader
 import extractor.intake.prompt_stream
-import extractor.servers.probe
-import extractor.shards.mover
+import extractor.shards.output_dir
+import extractor.shards.sequence
 from extractor.core.errors import (
     BadDumpDir,
     ConfigMismatch,
@@ -61,17 +63,18 @@ from extractor.core.events import Reporter
 from extractor.core.layout import Layout
 from extractor.core.request import Limits, dump_bytes
 from extractor.core.rids import PROBE_SESSION
-from extractor.dispatch.places import LEAST_LIGHT_BYTES, num_places
+from extractor.core.timings import DEFAULT_TIMINGS, StoreTimings, Timings
+from extractor.dispatch.budget import max_prompts
 from extractor.pipeline.dry_run import dry_run
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.summary import RunSummary
 from extractor.status.reporters import BarReporter, JsonReporter, LineReporter
 from extractor.system.lock import exclusive
-from extractor.testing.fake_server import LATE_S, FakeModel, FakeServer, Fault, faults_once
+from extractor.testing.fake_model import FakeModel
+from extractor.testing.fake_server import FakeServer
+from extractor.testing.faults import LATE_S, Fault, faults_once
 from manifest.states import Reason, State
 from prompts.types import InputError
 from server_patch.dump_format import Dump, read_beginning
-
-pytestmark = pytest.mark.usefixtures("quick_retries")
 
 #: Of what is waited for in vain; everything else may take as long as a busy machine takes.
 TIMEOUTS: dict[Fault, dict[str, float]] = {
@@ -148,25 +151,21 @@ async def test_pieces_may_come_in_any_order(tmp_path: Path, dump_root: Path, not
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         await run(options_for(server, path, tmp_path / "out"), notes)
     assert_whole(tmp_path / "out", prompts)
-    pieces = {row.ordinal: row.num_pieces for row in rows_of(tmp_path / "out")}
+    pieces = {row.ordinal: row.sample.num_pieces for row in stored_rows(tmp_path / "out")}
     assert pieces == {n: -(-len(row.ids) // 7) for n, row in enumerate(prompts)}
     assert dumps_under(dump_root) == []
 
 
-@pytest.mark.parametrize("undivided_bytes", [0, extractor.shards.mover.UNDIVIDED_BYTES])
+@pytest.mark.parametrize("undivided_bytes", [0, DEFAULT_TIMINGS.store.undivided_bytes])
 async def test_many_small_shards_hold_what_one_would(
-    undivided_bytes: int,
-    tmp_path: Path,
-    dump_root: Path,
-    notes: Notes,
-    monkeypatch: pytest.MonkeyPatch,
+    undivided_bytes: int, tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
-    monkeypatch.setattr(extractor.shards.mover, "UNDIVIDED_BYTES", undivided_bytes)
+    timings = Timings(store=StoreTimings(undivided_bytes=undivided_bytes))
     prompts = make_prompts(60, shortest=20)
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         options = options_for(server, path, tmp_path / "out", shard_bytes=60_000, num_movers=2)
-        await run(options, notes)
+        await run(options, notes, timings=timings)
     assert_whole(tmp_path / "out", prompts)
     shards = list((tmp_path / "out" / "shards").iterdir())
     assert len(shards) > 4
@@ -359,7 +358,6 @@ async def test_after_a_signal_only_what_is_in_flight_ends(
 async def test_prompts_in_memory_are_bounded_by_the_concurrency(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.dispatch.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
     seen: list[int] = []
 
     def count_tasks(number: int, rid: str) -> Fault | None:
@@ -368,9 +366,9 @@ async def test_prompts_in_memory_are_bounded_by_the_concurrency(
         return None
 
     async with FakeServer(dump_root, delay_s=0.01, faults=count_tasks).running() as server:
-        path = write_prompts(tmp_path / "p.jsonl", make_prompts(100))
+        path = write_prompts(tmp_path / "p.jsonl", make_prompts(2 * max_prompts(4)))
         await run(options_for(server, path, tmp_path / "out", concurrency=4), notes)
-    assert 4 <= max(seen) <= num_places(4) + 6 == 14
+    assert 4 <= max(seen) <= max_prompts(4)
 
 
 # --- faults -----------------------------------------------------------------------------------
@@ -491,8 +489,7 @@ async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it
     fault: Fault,
 ) -> None:
     """For ever is not for ever, and the rows are not to blame."""
-    monkeypatch.setattr(extractor.dispatch.health, "GONE_AFTER_S", 0.5)
-    monkeypatch.setattr(extractor.dispatch.health, "USELESS_AFTER_S", 0.5)
+    timings = quick(health={"gone_after_s": 0.5, "useless_after_s": 0.5})
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
 
@@ -501,13 +498,13 @@ async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it
 
     async with FakeServer(dump_root, faults=from_10_on).running() as server:
         options = options_for(server, path, tmp_path / "out", concurrency=4)
-        error = await raises_known(asyncio.create_task(run(options, notes)))
+        error = await raises_known(asyncio.create_task(run(options, notes, timings=timings)))
     assert isinstance(error, ServerLost)
     assert "served nothing for" in str(error) or "has not answered for" in str(error)
     rows = rows_of(tmp_path / "out")
     assert State.FAILED not in {row.state for row in rows}
     async with FakeServer(dump_root).running() as server:
-        await run(options_for(server, path, tmp_path / "out"), notes)
+        await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
 
@@ -515,8 +512,7 @@ async def test_a_server_that_serves_nothing_ends_the_run_and_no_row_fails_for_it
 async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_told(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.2)
-    monkeypatch.setattr(extractor.dispatch.health, "TRIAL_AFTER_S", 0.1)
+    timings = quick(health={"refused_open_s": 0.2})
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     refused: list[str] = []
@@ -528,10 +524,10 @@ async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_to
         return Fault.BUSY
 
     async with FakeServer(dump_root, faults=busy_until_probed).running() as server:
-        await run(options_for(server, path, tmp_path / "out"), notes)
+        await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
     assert_whole(tmp_path / "out", prompts)
     told = "\n".join(notes.messages)
-    assert "serves nothing (last: HTTP 503: queue is full); its prompts wait" in told
+    assert "is failing all requests (last: HTTP 503: queue is full); pausing it" in told
     assert "serves again" in told
     assert notes.of_servers[:2] == [
         ("server_silent", "warning", server.url),
@@ -545,24 +541,23 @@ async def test_where_everything_is_refused_a_probe_alone_asks_and_the_user_is_to
 async def test_a_probe_that_is_refused_is_sent_again(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.servers.probe, "BUSY_PAUSE_S", 0.01)
+    timings = quick(probe={"busy_pause_s": 0.01})
     prompts = make_prompts(3)
     faults = faults_once(dict.fromkeys(range(3), Fault.BUSY))
     async with FakeServer(dump_root, faults=faults).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
-        await run(options_for(server, path, tmp_path / "out"), notes)
+        await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
     assert_whole(tmp_path / "out", prompts)
 
 
 async def test_a_probe_that_is_refused_for_ever_ends_the_run(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.servers.probe, "BUSY_PAUSE_S", 0.01)
-    monkeypatch.setattr(extractor.servers.probe, "PROBE_TIMEOUT_S", 0.2)
+    timings = quick(probe={"busy_pause_s": 0.01, "timeout_s": 0.2})
     async with FakeServer(dump_root, faults=lambda number, rid: Fault.BUSY).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(3))
         with pytest.raises(ServerLost, match=r"refused the probe prompt.*queue is full"):
-            await run(options_for(server, path, tmp_path / "out"), notes)
+            await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
 
 
 @pytest.mark.parametrize(
@@ -577,8 +572,7 @@ async def test_prompts_that_alone_are_not_served_fail_and_the_rest_goes_on(
     num_requests: int,
 ) -> None:
     """However many of them: a probe that is served tells that the server is well."""
-    monkeypatch.setattr(extractor.dispatch.health, "TRIAL_AFTER_S", 0.0)
-    monkeypatch.setattr(extractor.dispatch.health, "ALIVE_INTERVAL_S", 0.01)
+    timings = quick(health={"trial_after_s": 0.0, "alive_interval_s": 0.01})
     bad = {2, 3, 5, 7}
     prompts = make_prompts(30)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
@@ -587,7 +581,7 @@ async def test_prompts_that_alone_are_not_served_fail_and_the_rest_goes_on(
         return fault if set(ordinals_sent([rid])) & bad else None
 
     async with FakeServer(dump_root, faults=for_some).running() as server:
-        summary = await run(options_for(server, path, tmp_path / "out"), notes)
+        summary = await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
     assert summary.totals.by_reason == {Reason.SERVER_ERROR: len(bad)}
     sent = ordinals_sent(server.requests)
     assert min(sent.count(ordinal) for ordinal in bad) >= num_requests
@@ -607,11 +601,11 @@ async def test_refusals_lower_the_number_of_requests_in_flight(
         """Refuses what exceeds two requests at a time."""
 
         async def _generate(self, request: web.Request) -> web.StreamResponse:
-            in_flight.append(self._concurrency)
+            in_flight.append(self.num_at_work)
             return await super()._generate(request)
 
     def when_crowded(number: int, rid: str) -> Fault | None:
-        return Fault.BUSY if server._concurrency > 2 else None
+        return Fault.BUSY if server.num_at_work > 2 else None
 
     server = Narrow(dump_root, faults=when_crowded, delay_s=0.005)
     async with server.running():
@@ -664,7 +658,7 @@ async def test_a_gateway_that_sends_everything_twice_costs_nothing(
 async def test_a_probe_that_a_gateway_sends_twice_still_resumes_the_server(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.dispatch.health, "REFUSED_OPEN_S", 0.0)
+    timings = quick(health={"refused_open_s": 0.0})
     prompts = make_prompts(5)
 
     def plan(number: int, rid: str) -> Fault | None:
@@ -678,7 +672,7 @@ async def test_a_probe_that_a_gateway_sends_twice_still_resumes_the_server(
     server = FakeServer(dump_root, faults=plan)
     async with server.running():
         path = write_prompts(tmp_path / "p.jsonl", prompts)
-        await run(options_for(server, path, tmp_path / "out"), notes)
+        await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
     assert len(probes_in(server.requests)) == 2
     assert_whole(tmp_path / "out", prompts)
     assert dumps_under(dump_root) == []
@@ -883,8 +877,7 @@ async def test_prompts_of_a_file_that_is_overwritten_during_a_run_are_not_sent(
     form: Callable[[list[dict[str, object]]], bytes],
 ) -> None:
     """The file is overwritten in place, with the same size and the old times."""
-    monkeypatch.setattr(extractor.dispatch.places, "LIGHT_BYTES", 6 * LEAST_LIGHT_BYTES)
-    monkeypatch.setattr(extractor.intake.prompt_stream, "READ_BATCH", 8)
+    timings = quick(dispatch={"read_rows": 8})
     filler = random.Random(0).randbytes(8 << 20).hex()
 
     def content(low: int) -> bytes:
@@ -909,7 +902,7 @@ async def test_prompts_of_a_file_that_is_overwritten_during_a_run_are_not_sent(
     server = OverwritingServer(dump_root, overwrite)
     async with server.running():
         options = options_for(server, path, tmp_path / "out", concurrency=4)
-        error = await raises_known(asyncio.create_task(run(options, notes)))
+        error = await raises_known(asyncio.create_task(run(options, notes, timings=timings)))
         assert isinstance(error, InputError) and exit_code(error) == 2
         assert str(error).startswith(f"{path}: changed after it was scanned. No prompt was made")
         assert 3 <= len(server.sent) < 256
@@ -917,9 +910,9 @@ async def test_prompts_of_a_file_that_is_overwritten_during_a_run_are_not_sent(
         for ordinal, sample in read_samples(tmp_path / "out").items():
             assert sample.ids == prompts[ordinal].ids
         with pytest.raises(ConfigMismatch, match=r"\n  inputs: the content of .*p.jsonl is not"):
-            await run(options, notes)
+            await run(options, notes, timings=timings)
         path.write_bytes(old)
-        await run(options, notes)
+        await run(options, notes, timings=timings)
     assert_whole(tmp_path / "out", prompts)
 
 
@@ -947,12 +940,12 @@ async def test_a_shard_that_was_not_sealed_before_the_end_is_sealed_by_a_resume(
     prompts = make_prompts(8)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
 
-    async def killed(self: object, writer: object) -> None:
+    async def killed(self: object) -> None:
         raise KeyError("stands in for a kill")
 
     async with FakeServer(dump_root).running() as server:
         with monkeypatch.context() as patch:
-            patch.setattr(extractor.shards.mover.Mover, "_finish", killed)
+            patch.setattr(extractor.shards.sequence.ShardSequence, "finish", killed)
             with pytest.raises(KeyError):
                 await run(options_for(server, path, tmp_path / "out"), notes)
         assert stored_ordinals(tmp_path / "out") == set(range(8))
@@ -969,12 +962,12 @@ async def test_sealing_the_last_shard_needs_no_server(
     prompts = make_prompts(8)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
 
-    async def killed(self: object, writer: object) -> None:
+    async def killed(self: object) -> None:
         raise KeyError("stands in for a kill")
 
     async with FakeServer(dump_root).running() as server:
         with monkeypatch.context() as patch:
-            patch.setattr(extractor.shards.mover.Mover, "_finish", killed)
+            patch.setattr(extractor.shards.sequence.ShardSequence, "finish", killed)
             with pytest.raises(KeyError):
                 await run(options_for(server, path, tmp_path / "out"), notes)
         options = options_for(server, path, tmp_path / "out")
@@ -1186,7 +1179,7 @@ async def test_a_server_that_captures_something_else_than_asked_is_refused(
 async def test_a_server_that_stops_answering_ends_the_run_and_rows_stay_resumable(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.dispatch.health, "GONE_AFTER_S", 0.1)
+    timings = quick(health={"gone_after_s": 0.1})
     prompts = make_prompts(40)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
     reached = asyncio.Event()
@@ -1198,7 +1191,7 @@ async def test_a_server_that_stops_answering_ends_the_run_and_rows_stay_resumabl
 
     async with FakeServer(dump_root, faults=at_20, delay_s=0.01).running() as server:
         options = options_for(server, path, tmp_path / "out", max_attempts=1)
-        task = asyncio.create_task(run(options, notes))
+        task = asyncio.create_task(run(options, notes, timings=timings))
         await reached.wait()
     error = await raises_known(task)
     assert isinstance(error, ServerLost)
@@ -1208,7 +1201,7 @@ async def test_a_server_that_stops_answering_ends_the_run_and_rows_stay_resumabl
     assert State.FAILED not in {row.state for row in rows}
     kept = stored_ordinals(tmp_path / "out")
     async with FakeServer(dump_root).running() as server:
-        await run(options_for(server, path, tmp_path / "out"), notes)
+        await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
     assert sorted(ordinals_sent(server.requests)) == sorted(set(range(40)) - kept)
     assert_whole(tmp_path / "out", prompts)
 
@@ -1237,11 +1230,11 @@ async def test_a_server_without_the_plugin_is_told_apart(
 async def test_a_probe_without_a_dump_stops_the_run_before_the_first_prompt(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.servers.probe, "PROBE_TIMEOUT_S", 0.2)
+    timings = quick(probe={"timeout_s": 0.2})
     async with FakeServer(dump_root, faults=faults_once({0: Fault.NO_DUMP})).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         with pytest.raises(PluginError, match="no dump of it arrived"):
-            await run(options_for(server, path, tmp_path / "out"), notes)
+            await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
         assert ordinals_sent(server.requests) == []
 
 
@@ -1249,14 +1242,14 @@ async def test_a_server_without_the_plugin_beside_one_with_it_is_found_out(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only live server with that model is taken for it, as behind a port mapping."""
-    monkeypatch.setattr(extractor.servers.probe, "PROBE_TIMEOUT_S", 0.2)
+    timings = quick(probe={"timeout_s": 0.2})
     elsewhere = FakeServer(tmp_path / "elsewhere")  # as if it had none
     async with FakeServer(dump_root).running() as other, elsewhere.running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out", dump_root=dump_root)
         port = other.url.rpartition(":")[2]
         with pytest.raises(BadDumpDir, match=f"is of a server on port {port}: .* has no plugin"):
-            await run(options, notes)
+            await run(options, notes, timings=timings)
         assert ordinals_sent(server.requests) == []
 
 
@@ -1316,9 +1309,8 @@ async def test_a_full_output_disk_stops_with_exit_4_and_loses_nothing(
 ) -> None:
     prompts = make_prompts(60, shortest=20)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
-    monkeypatch.setattr(
-        extractor.shards.mover, "GROUP_SAMPLES", 8
-    )  # some are stored before it is full
+    # Some are stored before it is full.
+    timings = Timings(store=StoreTimings(group_samples=8))
     room = 150_000
     real = os.pwrite
 
@@ -1331,7 +1323,8 @@ async def test_a_full_output_disk_stops_with_exit_4_and_loses_nothing(
     async with FakeServer(dump_root).running() as server:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
-            task = asyncio.create_task(run(options_for(server, path, tmp_path / "out"), notes))
+            options = options_for(server, path, tmp_path / "out")
+            task = asyncio.create_task(run(options, notes, timings=timings))
             error = await raises_known(task)
         assert isinstance(error, SpaceError)
         assert exit_code(error) == 4
@@ -1351,7 +1344,7 @@ async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out")
-        monkeypatch.setattr(extractor.servers.probe, "free_bytes", lambda path: 1 << 20)
+        monkeypatch.setattr(extractor.shards.output_dir, "free_bytes", lambda path: 1 << 20)
         with pytest.raises(
             SpaceError, match=r"only 1\.0 MiB free, a run begins with 64\.0 MiB at least"
         ):

@@ -23,15 +23,16 @@ from helpers import (
 
 from extractor.core.errors import UsageError
 from extractor.core.layout import Layout
+from extractor.core.run_options import Output
 from extractor.dumps.correlator import Piece
 from extractor.dumps.dump_piece import SampleFault
 from extractor.dumps.dump_reader import DumpFile, DumpPiece
 from extractor.shards.sample_copy import BLOCK_BYTES
 from extractor.shards.writer import ShardSettings, ShardWriter, lost_rows, sealed_on_disk
 from extractor.system.direct_io import ALIGNMENT
-from extractor.testing.fake_server import fake_states
-from manifest.records import Row, Shard, Stored
-from manifest.states import Reason, State
+from extractor.testing.fake_model import fake_states
+from manifest.records import PromptFacts, Shard, StoredRow, StoredSample
+from manifest.states import Reason
 from server_patch.dump_format import encode_header, read_beginning
 
 
@@ -73,10 +74,8 @@ class Dumps:
 def settings(tmp_path: Path) -> ShardSettings:
     (tmp_path / "shards").mkdir()
     return ShardSettings(
-        directory=tmp_path / "shards",
+        output=Output(directory=tmp_path, shard_bytes=1 << 20, file_mode=0o640),
         identity=make_identity(),
-        shard_bytes=1 << 20,
-        file_mode=0o640,
     )
 
 
@@ -86,13 +85,9 @@ def dumps(tmp_path: Path) -> Dumps:
     return Dumps(tmp_path / "dumps")
 
 
-def row_of(stored: Stored, num_tokens: int) -> Row:
-    return Row(
-        ordinal=stored.ordinal, source=0, line=1, label=None, key="k", num_tokens=num_tokens,
-        num_trained=0, state=State.STORED, reason=None, detail=None, attempts=1,
-        shard=stored.shard, offset=stored.offset, size_bytes=stored.size_bytes,
-        digest=stored.digest, num_pieces=stored.num_pieces,
-    )  # fmt: skip
+def row_of(ordinal: int, sample: StoredSample, num_tokens: int) -> StoredRow:
+    prompt = PromptFacts(key="k", num_tokens=num_tokens, num_trained=0)
+    return StoredRow(ordinal=ordinal, prompt=prompt, sample=sample)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
@@ -140,7 +135,7 @@ def test_a_sample_longer_than_a_block_is_copied_whole(
     writer.seal()
     writer.close()
     data = (settings.directory / "shard-000000.safetensors").read_bytes()
-    sample = data[stored.offset : stored.offset + stored.size_bytes]
+    sample = data[stored.offset : stored.end]
     assert xxhash.xxh3_128_hexdigest(sample) == stored.digest
     states = fake_states(np.array(row.ids, dtype=np.int32), LAYOUT)
     assert sample.startswith(states["aux"].tobytes() + states["last"].tobytes())
@@ -198,16 +193,16 @@ def test_a_shard_goes_on_behind_its_durable_samples(settings: ShardSettings, dum
     writer.close()
     shard = Shard(
         number=0, name="shard-000000.safetensors", data_start=writer.shard.data_start,
-        is_sealed=False, size_bytes=kept.offset + kept.size_bytes, num_samples=1,
+        is_sealed=False, size_bytes=kept.end, num_samples=1,
     )  # fmt: skip
-    again = ShardWriter.resume(settings, shard, [row_of(kept, len(one.ids))])
-    assert again.position == kept.offset + kept.size_bytes
+    again = ShardWriter.resume(settings, shard, [row_of(0, kept, len(one.ids))])
+    assert again.position == kept.end
     short = Ids(ids=two.ids[:1], mask=two.mask[:1])
     stored = again.append(prompt_of(short, ordinal=2), dumps.make(short))
     again.seal()
     again.close()
     path = settings.directory / shard.name
-    assert path.stat().st_size == stored.offset + stored.size_bytes
+    assert path.stat().st_size == stored.end
     names = {name for name, _ in deserialize(path.read_bytes())}
     assert {name.partition(".")[0] for name in names} == {"00000000", "00000002"}
 
@@ -234,7 +229,7 @@ def test_a_new_shard_does_not_take_over_an_old_file_of_its_name(
     writer.sync()
     writer.close()
     size = (settings.directory / ".shard-000000.open").stat().st_size
-    assert 0 <= size - (stored.offset + stored.size_bytes) < ALIGNMENT
+    assert 0 <= size - (stored.end) < ALIGNMENT
 
 
 def test_a_shard_is_full_by_size_or_by_header_but_takes_one_sample_always(
@@ -250,7 +245,7 @@ def test_a_shard_is_full_by_size_or_by_header_but_takes_one_sample_always(
     assert not writer.has_room(1)
     writer.seal()  # and it fits
     writer.close()
-    small = replace(settings, shard_bytes=1)
+    small = replace(settings, output=replace(settings.output, shard_bytes=1))
     writer = ShardWriter.create(small, number=1, expected_samples=10)
     assert writer.has_room(10_000)
     writer.append(prompt_of(rows[0]), dumps.make(rows[0]))
@@ -264,14 +259,14 @@ def test_samples_whose_end_is_cut_off_are_lost_and_no_others(
     prompts = make_prompts(4, shortest=5)
     writer = ShardWriter.create(settings, number=0, expected_samples=10)
     rows = [
-        row_of(writer.append(prompt_of(row, ordinal=n), dumps.make(row)), len(row.ids))
+        row_of(n, writer.append(prompt_of(row, ordinal=n), dumps.make(row)), len(row.ids))
         for n, row in enumerate(prompts)
     ]
     writer.sync()
     shard = writer.shard
     path = settings.directory / ".shard-000000.open"
     assert lost_rows(settings.directory, shard, rows) == []
-    os.truncate(path, (rows[2].offset or 0) + 1)
+    os.truncate(path, rows[2].sample.offset + 1)
     assert lost_rows(settings.directory, shard, rows) == rows[2:]
     assert sealed_on_disk(settings.directory, shard, []) is None
     writer.close()

@@ -10,7 +10,6 @@ import threading
 import pytest
 
 from extractor.core.errors import Interrupted
-from extractor.system import signals
 from extractor.system.signals import (
     STOP_SIGNALS,
     StopHandler,
@@ -118,10 +117,7 @@ def test_behind_an_event_loop_the_handlers_are_those_of_before() -> None:
 # --- the time limit after a signal --------------------------------------------------------------
 
 
-def test_the_process_is_ended_after_a_signal_even_if_everything_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(signals, "END_S", 0.05)
+def test_the_process_is_ended_after_a_signal_even_if_everything_hangs() -> None:
     ends: list[str] = []
     ended = threading.Event()
 
@@ -136,7 +132,7 @@ def test_the_process_is_ended_after_a_signal_even_if_everything_hangs(
             assert ended.wait(30)  # blocks the event loop meanwhile
             await asyncio.sleep(0.1)
 
-    asyncio.run(under_signals(command(), end=end))
+    asyncio.run(under_signals(command(), end=end, end_s=0.05))
     assert len(ends) == 1
     assert ends != [threading.main_thread().name]
 
@@ -160,7 +156,7 @@ def test_after_a_signal_patience_is_limited_to_the_remaining_time(
             now = 1000.0 + seconds
             found.append(patience_s(15.0, keep_s=4.0))
 
-    asyncio.run(under_signals(command()))
+    asyncio.run(under_signals(command(), end_s=18.0))
     assert found == [15.0, 14.0, 8.0, 1.0, 0.0]
 
 

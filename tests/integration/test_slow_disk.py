@@ -169,7 +169,7 @@ async def test_a_disk_that_stands_still_stops_the_server_with_the_room_filled(
         )
         running = asyncio.create_task(run(options, Notes()))
         await until(
-            lambda: len(server.sent()) == 4 and server._concurrency == 0, "4 dumps lie there"
+            lambda: len(server.sent()) == 4 and server.num_at_work == 0, "4 dumps lie there"
         )
         assert 3 * DUMP_BYTES < server.lying_bytes() <= 4 * DUMP_BYTES
         gate.open()

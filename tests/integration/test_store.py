@@ -11,12 +11,33 @@ import pytest
 from sqlite_utils import Database
 
 from manifest import bulk_write
-from manifest.exceptions import ManifestError, ManifestMissing, ManifestSpaceError, PromptChanged
-from manifest.reader import UNFINISHED
-from manifest.records import Failed, Forgotten, Moved, Planned, Rejected, Shard, Source, Stored
-from manifest.row_changes import Entry
+from manifest.decoding import Damage, row_checksum
+from manifest.exceptions import (
+    ManifestDamaged,
+    ManifestError,
+    ManifestMissing,
+    ManifestSpaceError,
+    PromptChanged,
+)
+from manifest.reader import _PAGE_ROWS, UNFINISHED
+from manifest.records import (
+    Change,
+    Failed,
+    Forgotten,
+    Lost,
+    Planned,
+    PromptFacts,
+    Rejected,
+    Retried,
+    Row,
+    Shard,
+    Source,
+    SourceRow,
+    Stored,
+    StoredSample,
+)
 from manifest.schema import migrations
-from manifest.states import Event, IllegalTransition, Reason, State
+from manifest.states import IllegalTransition, Reason, State
 from manifest.store import Store
 
 SOURCE = Source(number=0, path="p.jsonl", size_bytes=10, digest="d", num_rows=100)
@@ -26,23 +47,30 @@ SHARD = Shard(
 )  # fmt: skip
 
 
-def planned(ordinal: int, key: str = "k") -> Planned:
-    return Planned(
-        ordinal=ordinal, source=0, line=ordinal + 1, label=None, key=f"{key}{ordinal}",
-        num_tokens=5, num_trained=2,
-    )  # fmt: skip
+def origin(ordinal: int) -> SourceRow:
+    return SourceRow(ordinal=ordinal, source=0, line=ordinal + 1)
 
 
-def moved(ordinal: int, event: Event, attempts: int = 1) -> Moved:
-    return Moved(ordinal=ordinal, event=event, attempts=attempts)
+def planned(ordinal: int, key: str | None = None) -> Planned:
+    prompt = PromptFacts(key=key or f"k{ordinal}", num_tokens=5, num_trained=2)
+    return Planned(origin=origin(ordinal), prompt=prompt)
 
 
-def way_to_store(ordinal: int, offset: int) -> list[Planned | Moved | Stored]:
-    return [
-        planned(ordinal),
-        *(moved(ordinal, event) for event in (Event.SEND, Event.DUMP, Event.VERIFY)),
-        Stored(ordinal=ordinal, shard=0, offset=offset, size_bytes=100, digest="x", num_pieces=1),
-    ]
+def rejected(ordinal: int, detail: str = "") -> Rejected:
+    return Rejected(origin=origin(ordinal), reason=Reason.BAD_JSON, detail=detail)
+
+
+def retried(ordinal: int, attempts: int = 1) -> Retried:
+    return Retried(ordinal=ordinal, attempts=attempts)
+
+
+def stored(ordinal: int, offset: int) -> Stored:
+    sample = StoredSample(shard=0, offset=offset, size_bytes=100, digest="x", num_pieces=1)
+    return Stored(ordinal=ordinal, sample=sample, attempts=1)
+
+
+def way_to_store(ordinal: int, offset: int) -> list[Planned | Stored]:
+    return [planned(ordinal), stored(ordinal, offset)]
 
 
 @pytest.fixture
@@ -66,8 +94,7 @@ def states(store: Store) -> dict[int, State]:
 def test_what_was_written_is_there_after_opening_again(store: Store, path: Path) -> None:
     store.apply(way_to_store(0, 4096))
     store.apply([
-        planned(1), moved(1, Event.SEND, attempts=3),
-        Rejected(ordinal=2, source=0, line=3, label='"a"', reason=Reason.BAD_JSON, detail="why"),
+        planned(1), retried(1, attempts=3), rejected(2),
         planned(3), Failed(ordinal=3, reason=Reason.CACHED, detail="c", attempts=4),
     ])  # fmt: skip
     other = Store.create_or_open(path)
@@ -75,12 +102,11 @@ def test_what_was_written_is_there_after_opening_again(store: Store, path: Path)
         assert other.identity() == {"model": "m", "boundaries": [1, 2]}
         assert other.sources() == [SOURCE]
         assert states(other) == {
-            0: State.STORED, 1: State.SENT, 2: State.FAILED, 3: State.FAILED,
+            0: State.STORED, 1: State.PLANNED, 2: State.FAILED, 3: State.FAILED,
         }  # fmt: skip
         assert list(other.settled_ranges()) == [(0, 1), (2, 4)]
         assert other.attempts() == {1: 3}
-        row = next(iter(other.rows()))
-        assert (row.shard, row.offset, row.size_bytes, row.digest) == (0, 4096, 100, "x")
+        assert next(iter(other.rows())).sample == stored(0, 4096).sample
         (shard,) = other.shards()
         assert (shard.size_bytes, shard.num_samples, shard.is_sealed) == (4196, 1, False)
         assert other.integrity_problems() == []
@@ -94,18 +120,17 @@ def test_what_was_written_is_there_after_opening_again(store: Store, path: Path)
 @pytest.mark.parametrize(
     "change",
     [
-        moved(0, Event.DUMP),
-        moved(0, Event.VERIFY),
-        Stored(ordinal=0, shard=0, offset=0, size_bytes=1, digest="x", num_pieces=1),
-        moved(1, Event.SEND),  # settled
-        moved(7, Event.SEND),  # never planned
+        Forgotten(ordinal=0),
+        retried(1),  # settled
+        retried(7),  # never planned
+        stored(1, 4096),
         Failed(ordinal=1, reason=Reason.CACHED, detail="", attempts=1),
-        Rejected(ordinal=1, source=0, line=2, label=None, reason=Reason.BAD_JSON, detail=""),
+        rejected(1),
     ],
-    ids=lambda change: f"{type(change).__name__}-{getattr(change, 'event', '')}",
+    ids=lambda change: f"{type(change).__name__}-{change.ordinal}",
 )
 def test_a_change_that_does_not_follow_is_refused_and_nothing_of_its_batch_stays(
-    store: Store, change: Moved
+    store: Store, change: Change
 ) -> None:
     store.apply([planned(0)])
     store.apply(way_to_store(1, 4096))
@@ -125,30 +150,18 @@ def test_a_settled_row_is_not_planned_again(store: Store) -> None:
 
 
 def test_an_unfinished_row_keeps_its_attempts_when_it_is_planned_again(store: Store) -> None:
-    store.apply([planned(0), moved(0, Event.SEND, attempts=2)])
-    assert store.reopen_unfinished() == 1
-    assert states(store) == {0: State.PLANNED}
+    store.apply([planned(0), retried(0, attempts=2)])
     store.apply([planned(0)])
     assert store.attempts() == {0: 2}
 
 
 def test_an_unfinished_row_that_gives_another_prompt_is_refused(store: Store) -> None:
-    store.apply([planned(0), moved(0, Event.SEND)])
-    store.reopen_unfinished()
+    store.apply([planned(0)])
     with pytest.raises(PromptChanged, match="row 0 "):
         store.apply([planned(1), planned(0, key="other")])
     store.apply([planned(0)])
     (row,) = store.rows()
-    assert (row.key, row.state) == ("k0", State.PLANNED)
-
-
-def test_only_rows_between_planned_and_stored_are_reopened(store: Store) -> None:
-    store.apply(way_to_store(0, 4096))
-    store.apply([planned(1), moved(1, Event.SEND), planned(2), moved(2, Event.SEND),
-                 moved(2, Event.DUMP), planned(3), moved(3, Event.SEND), moved(3, Event.DUMP),
-                 moved(3, Event.VERIFY), planned(4)])  # fmt: skip
-    assert store.reopen_unfinished() == 3
-    assert states(store) == {0: State.STORED, **dict.fromkeys(range(1, 5), State.PLANNED)}
+    assert (row.prompt, row.state) == (planned(0).prompt, State.PLANNED)
 
 
 def test_forgotten_samples_are_planned_and_their_shard_is_open(store: Store) -> None:
@@ -176,22 +189,15 @@ def test_samples_of_a_shard_come_in_file_order(store: Store) -> None:
     assert [row.ordinal for row in store.shard_rows(0)] == [2, 3, 1]
 
 
-def test_rows_come_in_pages_without_loss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.reader._PAGE_ROWS", 7)
-    store.apply([planned(ordinal) for ordinal in range(50)])
-    assert [row.ordinal for row in store.rows()] == list(range(50))
-    assert list(store.settled_ranges()) == []
-    store.apply([planned(ordinal) for ordinal in range(50, 56)])
-    assert len(list(store.rows())) == 56  # the last page is full
+def test_rows_come_in_pages_without_loss(store: Store) -> None:
+    for count in (_PAGE_ROWS, 2 * _PAGE_ROWS + 1):  # the last page is full, or not
+        store.apply([planned(ordinal) for ordinal in range(count)])
+        assert [row.ordinal for row in store.rows()] == list(range(count))
+        assert list(store.settled_ranges()) == []
 
 
 def test_equal_keys_count_as_duplicates(store: Store) -> None:
-    changes = [*way_to_store(0, 4096), *way_to_store(1, 4196)]
-    changes[0] = planned(0, key="same")
-    changes[5] = Planned(
-        ordinal=1, source=0, line=2, label=None, key="same0", num_tokens=5, num_trained=2
-    )
-    store.apply(changes)
+    store.apply([planned(0, key="same"), stored(0, 4096), planned(1, key="same"), stored(1, 4196)])
     assert store.count_duplicates() == 1
 
 
@@ -213,45 +219,39 @@ def test_a_batch_writes_each_row_once_whatever_it_went_through(store: Store) -> 
 
 def test_rows_in_flight_are_not_read_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[list[int]] = []
-    real = bulk_write.read_entries
+    real = bulk_write.read_rows
 
-    def noted(connection: sqlite3.Connection, ordinals: list[int]) -> list[Entry]:
+    def noted(connection: sqlite3.Connection, ordinals: list[int]) -> list[Row]:
         read.append(list(ordinals))
         return real(connection, ordinals)
 
-    monkeypatch.setattr(bulk_write, "read_entries", noted)
+    monkeypatch.setattr(bulk_write, "read_rows", noted)
     for change in [*way_to_store(0, 4096), *way_to_store(1, 4196)]:
         store.apply([change])
     assert read == []
     store.apply([Forgotten(ordinal=0)])  # settled ones are not remembered
-    store.apply([moved(0, Event.SEND)])
-    store.reopen_unfinished()  # may have changed any row
-    store.apply([moved(0, Event.SEND)])
+    store.apply([retried(0)])
+    store.reopen_failed()  # may have changed any row
+    store.apply([retried(0)])
     assert read == [[0], [0]]
-
-
-def test_what_is_remembered_has_a_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.row_changes.MAX_REMEMBERED", 10)
-    for ordinal in range(100):
-        store.apply([planned(ordinal)])
-        assert store._rows is not None and len(store._rows._entries) <= 10
-    store.apply([moved(ordinal, Event.SEND) for ordinal in range(100)])
-    assert set(states(store).values()) == {State.SENT}
 
 
 def test_any_text_comes_back_as_it_was(store: Store) -> None:
     """SQLite's JSON ends a text at a NUL; that one is shown as a symbol."""
     text = "".join(map(chr, range(1, 0x250))) + "\u2028 \U0001f600 \ufeff \\u0000 \\"
+    prompt = PromptFacts(
+        key=text, num_tokens=5, num_trained=2, alterations=(text.replace(",", ""),)
+    )
+    place = replace(stored(0, 0).sample, offset=2**53 + 1)
     store.apply([
-        replace(planned(0), label=text, key=text, alterations=(text.replace(",", ""),)),
-        Rejected(ordinal=1, source=0, line=2, label=None, reason=Reason.BAD_JSON, detail="a\0b"),
-        Rejected(ordinal=2, source=0, line=2, label=None, reason=Reason.BAD_JSON, detail=text),
+        Planned(origin=replace(origin(0), label=text), prompt=prompt),
+        rejected(1, detail="a\0b"),
+        rejected(2, detail=text),
     ])  # fmt: skip
-    store.apply(replace(change, offset=2**53 + 1) if isinstance(change, Stored) else change
-                for change in way_to_store(0, 4096)[1:])  # fmt: skip
-    stored, rejected, other = store.rows()
-    assert (stored.label, stored.key, stored.alterations) == (text, text, (text.replace(",", ""),))
-    assert (rejected.detail, other.detail, stored.offset) == ("a\u2400b", text, 2**53 + 1)
+    store.apply([Stored(ordinal=0, sample=place, attempts=1)])
+    first, second, third = store.rows()
+    assert (first.origin.label, first.prompt, first.sample) == (text, prompt, place)
+    assert (second.detail, third.detail) == ("a\u2400b", text)
 
 
 # --- opening ----------------------------------------------------------------------------------
@@ -268,8 +268,8 @@ def test_a_reader_sees_commits_of_a_writer_and_cannot_write(store: Store, path: 
     try:
         store.apply([planned(0)])
         assert states(reader) == {0: State.PLANNED}
-        store.apply([moved(0, Event.SEND)])
-        assert states(reader) == {0: State.SENT}
+        store.apply([stored(0, 4096)])
+        assert states(reader) == {0: State.STORED}
         with pytest.raises(ManifestError, match="reading only"):
             reader.apply([planned(1)])
     finally:
@@ -379,11 +379,76 @@ def test_a_manifest_with_triggers_goes_on_without(path: Path) -> None:
     database.execute("UPDATE prompts SET state = 'sent' WHERE ordinal = 1")
     database.close()
     store = Store.create_or_open(path)
-    store.apply([*way_to_store(0, 4096), moved(2, Event.LOSE)])
-    assert store.totals().by_state == {State.STORED: 1, State.SENT: 1, State.PLANNED: 1}
+    store.apply([*way_to_store(0, 4096), Lost(ordinal=2, attempts=1)])
+    assert store.totals().by_state == {State.STORED: 1, State.PLANNED: 2}
     assert (store.shards()[0].num_samples, store.shards()[0].size_bytes) == (1, 4196)
     assert store.suspects() == {1: 1, 2: 2}
     assert store.integrity_problems() == []
+    store.close()
+
+
+def six_states(path: Path) -> None:
+    """A manifest of schema m006 with a row in each of its states, and one with a wrong checksum."""
+    database = Database(sqlite3.connect(path, isolation_level=None))
+    migrations.apply(database, stop_before="m007_three_states")
+    database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 8, NULL)")
+    database.execute(
+        "INSERT INTO shards (number, name, data_start, end_bytes, num_samples) "
+        "VALUES (0, 's', 4096, 4196, 1)"
+    )
+    for ordinal, state in enumerate(
+        ("planned", "sent", "dumped", "verified", "sent", "stored", "failed")
+    ):
+        row: dict[str, object] = {
+            "ordinal": ordinal, "source": 0, "line": ordinal + 1, "key": f"k{ordinal}",
+            "num_tokens": 5, "num_trained": ordinal % 2, "state": state, "attempts": ordinal,
+            "num_deaths": int(state == "sent"),
+        }  # fmt: skip
+        if state == "stored":
+            row |= {"shard": 0, "offset": 4096, "size_bytes": 100, "digest": "x", "num_pieces": 1}
+        if state == "failed":
+            row |= {"reason": "cached", "detail": "why"}
+        names = sorted(row)
+        checksum = row_checksum(names, [row[name] for name in names])
+        row["checksum"] = checksum + (ordinal == 4)
+        database.table("prompts").insert(row)
+    bulk_write.count_again(database.conn)
+    database.close()
+
+
+def test_rows_in_flight_of_an_older_version_are_planned(path: Path) -> None:
+    six_states(path)
+    before = path.read_bytes()
+    for opened in (Store.open_read_only, Store.create_or_open):
+        store = opened(path)
+        rows = [row for row in store.checked_rows() if not isinstance(row, Damage)]
+        assert {row.ordinal: (row.state, row.attempts, row.num_deaths) for row in rows} == {
+            0: (State.PLANNED, 0, 0),
+            1: (State.PLANNED, 1, 1),
+            2: (State.PLANNED, 2, 0),
+            3: (State.PLANNED, 3, 0),
+            5: (State.STORED, 5, 0),
+            6: (State.FAILED, 6, 0),
+        }
+        # What was damaged before is still detected.
+        (damaged,) = (row for row in store.checked_rows() if isinstance(row, Damage))
+        assert (damaged.place, damaged.detail) == (4, "its checksum is not that of its columns")
+        checksums = store._db.execute("SELECT COUNT(checksum) FROM prompts").fetchone()
+        assert checksums == (7,)
+        assert store.totals().by_state == {State.PLANNED: 5, State.STORED: 1, State.FAILED: 1}
+        assert store.tally_problems() == []
+        assert store.integrity_problems() == []
+        assert list(store.settled_ranges()) == [(5, 7)]
+        assert store.attempts() == {1: 1, 2: 2, 3: 3, 4: 4}
+        store.close()
+        assert (path.read_bytes() == before) is (opened == Store.open_read_only)
+
+
+def test_a_damaged_row_that_is_loaded_is_named(path: Path) -> None:
+    six_states(path)
+    store = Store.create_or_open(path)
+    with pytest.raises(ManifestDamaged, match=r"row 4: its checksum is not .*`extractor verify`"):
+        store.apply([retried(4)])
     store.close()
 
 

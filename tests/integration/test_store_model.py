@@ -1,4 +1,4 @@
-"""The real store against a model of a few lines: any sequence of changes, closing and opening."""
+"""The real store against a small model: any sequence of changes, closing and opening."""
 
 from __future__ import annotations
 
@@ -24,20 +24,43 @@ from manifest.records import (
     Change,
     Failed,
     Forgotten,
-    Moved,
+    Lost,
     Planned,
+    PromptFacts,
     Rejected,
     Relocated,
+    Retried,
     Shard,
     Source,
+    SourceRow,
     Stored,
+    StoredSample,
 )
 from manifest.states import TRANSITIONS, Event, IllegalTransition, Reason, State
 from manifest.store import Store
 
+pytestmark = pytest.mark.slow
+
 ROWS = 6
 SIZE = 100
 REASONS = st.sampled_from([Reason.CACHED, Reason.NONFINITE, Reason.KILLS_SERVER])
+
+
+def opened(path: Path) -> Store:
+    """A store that does not wait for the disk: nothing here is about a crash."""
+    store = Store.create_or_open(path)
+    store._db.execute("PRAGMA synchronous = OFF")
+    return store
+
+
+def origin(ordinal: int) -> SourceRow:
+    return SourceRow(ordinal=ordinal, source=0, line=1)
+
+
+def sample_at(shard: int, offset: int) -> StoredSample:
+    return StoredSample(
+        shard=shard, offset=offset, size_bytes=SIZE, digest=f"x{offset}", num_pieces=1
+    )
 
 
 @dataclass
@@ -63,7 +86,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.rows: dict[int, Known] = {}
         self.sealed = {0: False, 1: False}
         self.next_offset = 4096
-        self.store = Store.create_or_open(self.path)
+        self.store = opened(self.path)
         source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=ROWS)
         self.store.begin({"model": "m"}, [source])
         for number in self.sealed:
@@ -93,8 +116,12 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(ordinal=st.integers(0, ROWS - 1), num_tokens=st.integers(1, 9))
     def plan(self, ordinal: int, num_tokens: int) -> None:
         known = self.rows.get(ordinal)
-        change = Planned(ordinal=ordinal, source=0, line=1, label=None, key=f"k{num_tokens}",
-                         num_tokens=num_tokens, num_trained=num_tokens % 2)  # fmt: skip
+        change = Planned(
+            origin=origin(ordinal),
+            prompt=PromptFacts(
+                key=f"k{num_tokens}", num_tokens=num_tokens, num_trained=num_tokens % 2
+            ),
+        )
         is_same = known is None or not known.has_key or known.num_tokens == num_tokens
         is_allowed = known is None or not known.state.is_terminal
         if self.change(change, is_allowed=is_allowed and is_same):
@@ -104,27 +131,21 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(ordinal=st.integers(0, ROWS - 1))
     def reject(self, ordinal: int) -> None:
         known = self.rows.get(ordinal)
-        change = Rejected(ordinal=ordinal, source=0, line=1, label=None, reason=Reason.BAD_JSON,
-                          detail="")  # fmt: skip
+        change = Rejected(origin=origin(ordinal), reason=Reason.BAD_JSON, detail="")
         if self.change(change, is_allowed=known is None or not known.state.is_terminal):
             known = self.rows.setdefault(ordinal, Known(State.FAILED, None, has_key=False))
             known.state, known.reason = State.FAILED, Reason.BAD_JSON
 
     @rule(
         ordinal=st.integers(0, ROWS - 1),
-        event=st.sampled_from(
-            [Event.SEND, Event.DUMP, Event.ADOPT, Event.VERIFY, Event.RETRY, Event.LOSE]
-        ),
+        is_death=st.booleans(),
     )
-    def move(self, ordinal: int, event: Event) -> None:
-        after = self.after(ordinal, event)
+    def fail_an_attempt(self, ordinal: int, is_death: bool) -> None:
         attempts = self.rows[ordinal].attempts + 1 if ordinal in self.rows else 1
-        change = Moved(ordinal=ordinal, event=event, attempts=attempts)
-        if self.change(change, is_allowed=after is not None):
-            assert after is not None
-            known = self.rows[ordinal]
-            known.state, known.attempts = after, attempts
-            known.deaths += event is Event.LOSE
+        change = (Lost if is_death else Retried)(ordinal=ordinal, attempts=attempts)
+        if self.change(change, is_allowed=self.after(ordinal, change.event) is not None):
+            self.rows[ordinal].attempts = attempts
+            self.rows[ordinal].deaths += is_death
 
     @rule(ordinal=st.integers(0, ROWS - 1), shard=st.sampled_from([0, 1]))
     def store_sample(self, ordinal: int, shard: int) -> None:
@@ -132,11 +153,13 @@ class StoreMachine(RuleBasedStateMachine):
         is_allowed = self.after(ordinal, Event.STORE) is not None
         if known is not None and not known.has_key:
             return  # a row that gave no prompt is planned again before anything else
-        change = Stored(ordinal=ordinal, shard=shard, offset=self.next_offset, size_bytes=SIZE,
-                        digest="x", num_pieces=1)  # fmt: skip
+        attempts = 1 if known is None else known.attempts + 1
+        sample = sample_at(shard, self.next_offset)
+        change = Stored(ordinal=ordinal, sample=sample, attempts=attempts)
         if self.change(change, is_allowed=is_allowed):
             assert known is not None
             known.state, known.place = State.STORED, (shard, self.next_offset)
+            known.attempts = attempts
             self.next_offset += SIZE
 
     @rule(ordinal=st.integers(0, ROWS - 1), shard=st.sampled_from([0, 1]))
@@ -175,18 +198,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.sealed[number] = True
 
     @rule()
-    def reopen_unfinished(self) -> None:
-        """As every session begins."""
-        moved = [
-            row
-            for row in self.rows.values()
-            if not row.state.is_terminal and row.state is not State.PLANNED
-        ]
-        assert self.store.reopen_unfinished() == len(moved)
-        for row in moved:
-            row.state = State.PLANNED
-
-    @rule()
     def reopen_failed(self) -> None:
         failed = [row for row in self.rows.values() if row.state is State.FAILED]
         assert self.store.reopen_failed() == len(failed)
@@ -196,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def close_and_open(self) -> None:
         self.store.close()
-        self.store = Store.create_or_open(self.path)
+        self.store = opened(self.path)
 
     @invariant()
     def rows_are_as_the_model_has_them(self) -> None:
@@ -204,12 +215,14 @@ class StoreMachine(RuleBasedStateMachine):
             return
         found = {row.ordinal: row for row in self.store.rows()}
         assert {
-            n: (row.state, row.reason, row.attempts, row.num_tokens, row.shard, row.offset)
+            n: (row.state, row.reason, row.attempts, row.num_deaths,
+                row.prompt and row.prompt.num_tokens,
+                row.sample and (row.sample.shard, row.sample.offset))
             for n, row in found.items()
         } == {
-            n: (row.state, row.reason, row.attempts, row.num_tokens, *(row.place or (None, None)))
+            n: (row.state, row.reason, row.attempts, row.deaths, row.num_tokens, row.place)
             for n, row in self.rows.items()
-        }
+        }  # fmt: skip
 
     @invariant()
     def every_count_is_that_of_the_rows(self) -> None:
@@ -248,8 +261,6 @@ TestStoreMachine = StoreMachine.TestCase
 
 # --- batches --------------------------------------------------------------------------------------
 
-EVENTS_OF_MOVED = (Event.SEND, Event.DUMP, Event.ADOPT, Event.VERIFY, Event.RETRY, Event.LOSE)
-
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Change]:
@@ -267,34 +278,34 @@ def histories(draw: st.DrawFn) -> list[Change]:
         event = draw(st.sampled_from(options))
         change: Change
         if event == "plan":
-            change = Planned(ordinal=n, source=0, line=n, label=None, key=f"k{n}",
-                             num_tokens=at, num_trained=at % 2, detail=f"d{at}",
-                             alterations=("a", "b")[: at % 3])  # fmt: skip
+            prompt = PromptFacts(
+                key=f"k{n}", num_tokens=at, num_trained=at % 2, alterations=("a", "b")[: at % 3]
+            )
+            change = Planned(origin=origin(n), prompt=prompt, detail=f"d{at}")
             states[n] = State.PLANNED
         elif event == "reject":
-            change = Rejected(ordinal=n, source=0, line=n, label=None, reason=Reason.BAD_JSON,
-                              detail="")  # fmt: skip
+            change = Rejected(origin=origin(n), reason=Reason.BAD_JSON, detail="")
             states[n] = State.FAILED
         else:
             assert state is not None and isinstance(event, Event)
             states[n] = TRANSITIONS[state][event]
-            place = {"shard": at % 2, "offset": 4096 + SIZE * at}
+            sample = sample_at(at % 2, 4096 + SIZE * at)
             if event is Event.STORE:
-                change = Stored(ordinal=n, size_bytes=SIZE, digest=f"x{at}", num_pieces=at, **place)
+                change = Stored(ordinal=n, sample=sample, attempts=at)
             elif event is Event.MOVE:
-                change = Relocated(ordinal=n, **place)
+                change = Relocated(ordinal=n, shard=sample.shard, offset=sample.offset)
             elif event is Event.FORGET:
                 change = Forgotten(ordinal=n)
             elif event is Event.FAIL:
                 change = Failed(ordinal=n, reason=draw(REASONS), detail=f"d{at}", attempts=at)
             else:
-                change = Moved(ordinal=n, event=event, attempts=at)
+                change = (Lost if event is Event.LOSE else Retried)(ordinal=n, attempts=at)
         changes.append(change)
     return changes
 
 
 def begun(path: Path) -> Store:
-    store = Store.create_or_open(path)
+    store = opened(path)
     store.begin({}, [Source(number=0, path="p", size_bytes=1, digest="d", num_rows=ROWS)])
     for number in (0, 1):
         store.add_shard(
@@ -323,12 +334,12 @@ def test_a_batch_comes_to_the_same_as_its_changes_one_by_one(
             for change in batch:
                 single.apply([change])
             if data.draw(st.booleans()):  # a batch that is refused leaves nothing behind
-                never = Moved(ordinal=ROWS, event=Event.SEND, attempts=1)
+                never = Retried(ordinal=ROWS, attempts=1)
                 with pytest.raises(IllegalTransition):
                     batched.apply([*batch, never])
             if data.draw(st.booleans()):  # nothing is remembered of the rows
                 batched.close()
-                batched = Store.create_or_open(batched.path)
+                batched = opened(batched.path)
             batched.apply(batch)
             assert everything(batched) == everything(single)
             begin = end

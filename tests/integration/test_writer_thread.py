@@ -1,4 +1,4 @@
-"""The manifest's owner thread: batched commits, and nothing after a gap."""
+"""The manifest's writer thread: batched commits, and nothing after a gap."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from pathlib import Path
 import pytest
 
 from manifest.exceptions import ManifestError, ManifestSpaceError
-from manifest.records import Change, Moved, Planned, Source
-from manifest.states import Event, IllegalTransition, State
+from manifest.records import Change, Planned, PromptFacts, Retried, Source, SourceRow
+from manifest.states import IllegalTransition
 from manifest.store import Store
-from manifest.writer_thread import StoreOwner
+from manifest.writer_thread import CommitBounds, StoreOwner
 
 
 def planned(ordinal: int) -> Planned:
     return Planned(
-        ordinal=ordinal, source=0, line=1, label=None, key=str(ordinal), num_tokens=1,
-        num_trained=0,
-    )  # fmt: skip
+        origin=SourceRow(ordinal=ordinal, source=0, line=1),
+        prompt=PromptFacts(key=str(ordinal), num_tokens=1, num_trained=0),
+    )
 
 
 @pytest.fixture
-async def owner(tmp_path: Path) -> AsyncIterator[StoreOwner]:
-    owner = await StoreOwner.open(tmp_path / "manifest.sqlite")
+def bounds() -> CommitBounds:
+    return CommitBounds()
+
+
+@pytest.fixture
+async def owner(tmp_path: Path, bounds: CommitBounds) -> AsyncIterator[StoreOwner]:
+    owner = await StoreOwner.open(tmp_path / "manifest.sqlite", bounds)
     source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=1)
     await owner.call(lambda store: store.begin({"model": "m"}, [source]))
     yield owner
@@ -76,24 +81,24 @@ async def test_what_is_posted_during_a_commit_shares_the_next(
     assert len(await owner.call(lambda store: list(store.rows()))) == 50
 
 
+@pytest.mark.parametrize("bounds", [CommitBounds(linger_s=3600)])
 async def test_what_nobody_waits_for_joins_the_next_commit(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
     gate = Gate(monkeypatch)
     gate.open()
     for ordinal in range(3):
-        owner.post(planned(ordinal), Moved(ordinal=ordinal, event=Event.SEND, attempts=1))
+        owner.post(planned(ordinal), Retried(ordinal=ordinal, attempts=1))
         await asyncio.sleep(0)
     assert gate.batches == []
     await owner.commit(planned(3))
     assert gate.batches == [7]
 
 
+@pytest.mark.parametrize("bounds", [CommitBounds(linger_s=0.001)])
 async def test_what_nobody_waits_for_is_written_by_itself_soon(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 0.001)
     gate = Gate(monkeypatch)
     owner.post(planned(0))
     await gate.reached()
@@ -102,11 +107,10 @@ async def test_what_nobody_waits_for_is_written_by_itself_soon(
     assert len(await owner.call(lambda store: list(store.rows()))) == 1
 
 
+@pytest.mark.parametrize("bounds", [CommitBounds(linger_s=3600, max_changes=3)])
 async def test_many_posted_changes_do_not_wait(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
-    monkeypatch.setattr("manifest.writer_thread.MAX_BATCH", 3)
     gate = Gate(monkeypatch)
     owner.post(planned(0), planned(1))
     owner.post(planned(2))
@@ -115,10 +119,10 @@ async def test_many_posted_changes_do_not_wait(
     gate.open()
 
 
+@pytest.mark.parametrize("bounds", [CommitBounds(linger_s=3600)])
 async def test_what_is_posted_during_a_commit_waits_for_company_too(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
     gate = Gate(monkeypatch)
     first = asyncio.create_task(owner.commit(planned(0)))
     await gate.reached()
@@ -130,8 +134,8 @@ async def test_what_is_posted_during_a_commit_waits_for_company_too(
     assert gate.batches == [1, 1]
 
 
-async def test_a_commit_has_a_bound(owner: StoreOwner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.writer_thread.MAX_BATCH", 20)
+@pytest.mark.parametrize("bounds", [CommitBounds(max_changes=20)])
+async def test_a_commit_has_a_bound(owner: StoreOwner) -> None:
     await owner.commit(*(planned(n) for n in range(50)))
     assert (owner.commits.count, owner.commits.largest) == (3, 20)
     assert 0 < owner.commits.slowest_s <= owner.commits.seconds
@@ -150,16 +154,16 @@ async def test_a_commit_returns_only_when_its_changes_are_durable(
 async def test_a_call_sees_what_was_posted_before(owner: StoreOwner) -> None:
     for ordinal in range(20):
         owner.post(planned(ordinal))
-    owner.post(Moved(ordinal=3, event=Event.SEND, attempts=1))
+    owner.post(Retried(ordinal=3, attempts=5))
     rows = await owner.call(lambda store: list(store.rows()))
     assert len(rows) == 20
-    assert rows[3].state is State.SENT
+    assert rows[3].attempts == 5
 
 
 async def test_nothing_is_written_after_a_failed_commit(owner: StoreOwner) -> None:
     await owner.commit(planned(0))
     with pytest.raises(IllegalTransition):
-        await owner.commit(Moved(ordinal=0, event=Event.DUMP, attempts=1))
+        await owner.commit(Retried(ordinal=9, attempts=1))
     with pytest.raises(IllegalTransition):
         owner.post(planned(1))
     with pytest.raises(IllegalTransition):
@@ -174,7 +178,7 @@ async def test_a_batch_that_was_filled_while_another_failed_is_not_written(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gate = Gate(monkeypatch)
-    bad = asyncio.create_task(owner.commit(Moved(ordinal=9, event=Event.SEND, attempts=1)))
+    bad = asyncio.create_task(owner.commit(Retried(ordinal=9, attempts=1)))
     await gate.reached()
     behind = asyncio.create_task(owner.commit(planned(1)))
     await asyncio.sleep(0)

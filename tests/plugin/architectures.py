@@ -87,11 +87,11 @@ def try_out(
                     architecture=architecture, engine=engine, how="refused", reason=reason
                 )
             (ready,) = server.readies()
-            assert ready.boundaries == BOUNDARIES
+            assert ready.capture.boundaries == BOUNDARIES
             return Outcome(
-                architecture=ready.architecture,
-                engine=ready.engine_version,
-                how=ready.capture_method,
+                architecture=ready.model.architecture,
+                engine=ready.engine.version,
+                how=ready.capture.method,
                 error=largest_error(server, Reference(model)),
             )
     except ServerDied as error:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from helpers import Ids, Notes, read_samples, run_options
 
-from extractor.pipeline.run import RunSummary, run
+from extractor.pipeline.run import run
+from extractor.pipeline.summary import RunSummary
 from plugin.reference import Reference
 from plugin.serving import Serving
 from plugin.values import assert_is

@@ -28,10 +28,10 @@ from helpers import make_prompts, read_samples, rows_of, write_prompts
 
 import extractor.dispatch.connection
 from extractor.core.checks import ReplyFacts
-from extractor.core.failure import Failure
+from extractor.core.failure import Failure, FailureKind
 from extractor.core.request import Request
-from extractor.dispatch.connection import Exchange
-from extractor.dispatch.scheduler import Turn
+from extractor.dispatch.connection import Connection
+from extractor.dispatch.scheduler import Slot
 from extractor.dumps.collector import Collected
 from extractor.servers.client import Client
 from manifest.states import Reason, State
@@ -309,15 +309,15 @@ def test_a_reader_never_sees_a_file_that_is_not_whole(server: Serving) -> None:
 def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Reason]]:
     """Attempts of the client that gave no sample: attempt number and reason."""
     failed: list[tuple[int, Reason]] = []
-    fetch = Exchange.fetch
+    fetch = Connection.fetch
 
-    async def note(self: Exchange, prompt: Prompt, attempt: int, turn: Turn) -> Collected:
-        outcome = await fetch(self, prompt, attempt, turn)
+    async def note(self: Connection, prompt: Prompt, attempt: int, slot: Slot) -> Collected:
+        outcome = await fetch(self, prompt, attempt, slot)
         if isinstance(outcome, Failure):
             failed.append((attempt, outcome.reason))
         return outcome
 
-    monkeypatch.setattr(Exchange, "fetch", note)
+    monkeypatch.setattr(Connection, "fetch", note)
     return failed
 
 
@@ -336,7 +336,6 @@ def share_cache(monkeypatch: pytest.MonkeyPatch, *, attempts: int) -> None:
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-@pytest.mark.usefixtures("quick_retries")
 def test_a_prompt_from_the_prefix_cache_is_sent_again_and_never_stored(
     server: Serving,
     reference: Reference,
@@ -385,7 +384,6 @@ def test_isolated_requests_are_never_served_from_the_cache(
     assert_stored(tmp_path / "out", [*prompts, *prompts], BOUNDARIES, reference)
 
 
-@pytest.mark.usefixtures("quick_retries")
 def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
     server: Serving,
     faults: Path,
@@ -409,7 +407,11 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
             await asyncio.to_thread(wait_for, lambda: rows_of_rid(server, request.rid))
             answer.cancel()
             given_up.append(request.rid)
-        return Failure(reason=Reason.SERVER_ERROR, detail="the server did not answer in time")
+        return Failure(
+            reason=Reason.SERVER_ERROR,
+            detail="the server did not answer in time",
+            kind=FailureKind.SILENT,
+        )
 
     monkeypatch.setattr(Client, "generate", impatient)
     summary = extract(server, path, tmp_path / "out")
@@ -420,7 +422,6 @@ def test_a_client_that_loses_patience_stores_one_attempt_and_leaves_nothing(
     assert server.errors() == []
 
 
-@pytest.mark.usefixtures("quick_retries")
 def test_prompts_that_another_client_aborts_are_sent_again_at_no_cost(
     server: Serving,
     faults: Path,
@@ -483,7 +484,7 @@ def test_an_exception_anywhere_leaves_the_server_serving(
 
 def writer_processes(server: Serving) -> list[psutil.Process]:
     """The plugin's living processes of this server."""
-    scheduler = psutil.Process(server.readies()[0].pid)
+    scheduler = psutil.Process(server.readies()[0].process.pid)
     found = []
     for child in scheduler.children():
         with suppress(psutil.NoSuchProcess):  # or dead and not yet waited for

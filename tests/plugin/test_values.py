@@ -50,21 +50,26 @@ def test_ready_says_what_is_captured(case: Case, serving: Serving, reference: Re
     config = reference.config
     readies = serving.readies()
     assert [ready.rank for ready in readies] == list(range(case.num_writers))
-    (weights,) = {ready.weights for ready in readies}  # one id for all ranks, known to each writer
+    (weights,) = {
+        ready.weights.id for ready in readies
+    }  # one id for all ranks, known to each writer
     assert weights is not None and len(weights) == 32
     for ready in readies:
-        assert ready.boundaries == case.resolved
-        assert ready.num_layers == config["num_hidden_layers"]
-        assert ready.hidden_size == config["hidden_size"]
-        assert ready.vocab_size == config["vocab_size"]
-        assert ready.architecture == config["architectures"][0]
-        assert (ready.dtype, ready.last_kind) == ("F32", "both")
+        assert ready.capture.boundaries == case.resolved
+        assert ready.model.num_layers == config["num_hidden_layers"]
+        assert ready.model.hidden_size == config["hidden_size"]
+        assert ready.model.vocab_size == config["vocab_size"]
+        assert ready.model.architecture == config["architectures"][0]
+        assert (ready.model.dtype, ready.capture.last_kind) == ("F32", "both")
         # DP attention divides the chunk among its ranks; it is told as the engine resolved it.
         shares = case.num_writers if "--enable-dp-attention" in case.args else 1
         chunk = case.chunk // shares
-        assert (ready.chunked_prefill_size, ready.dp_size) == (chunk, case.num_writers)
-        assert ready.quantization == case.quantization
-        assert serving.url == f"http://{ready.host}:{ready.port}"
+        assert (ready.engine.chunked_prefill_size, ready.engine.dp_size) == (
+            chunk,
+            case.num_writers,
+        )
+        assert ready.model.quantization == case.quantization
+        assert serving.url == f"http://{ready.process.host}:{ready.process.port}"
 
 
 def test_rows_keep_their_owner_in_crowded_chunks(

@@ -48,32 +48,35 @@ def test_weights_are_named_by_their_content_and_updates_are_seen(
 
     with start("first", model) as server:
         (loaded,) = server.readies()
-        assert loaded.weights is not None and len(loaded.weights) == 32
-        assert loaded.weight_version == "default"
-        assert loaded.settings["device"] == "cpu"
-        assert json.loads(loaded.settings["rope"])["max_position_embeddings"] == 8192
-        assert weights_of_dump(server, "xtr-before") == loaded.weights
+        assert loaded.weights.id is not None and len(loaded.weights.id) == 32
+        assert loaded.weights.version == "default"
+        assert loaded.engine.settings["device"] == "cpu"
+        assert json.loads(loaded.engine.settings["rope"])["max_position_embeddings"] == 8192
+        assert weights_of_dump(server, "xtr-before") == loaded.weights.id
 
         assert update_weights(server, changed, weight_version="v2")["success"]
         (updated,) = server.readies()
-        assert updated.weights is not None and updated.weights.startswith(f"{loaded.weights}+")
-        assert updated.weight_version == "v2"
-        assert weights_of_dump(server, "xtr-after") == updated.weights
+        assert (updated.weights.id or "").startswith(f"{loaded.weights.id}+")
+        assert updated.weights.version == "v2"
+        assert weights_of_dump(server, "xtr-after") == updated.weights.id
         answer = server.generate("xtr-label", [3, 4, 5])
         assert answer["meta_info"]["weight_version"] == "v2"
 
         with pytest.raises(urllib.error.HTTPError):  # it may have changed some weights first
             update_weights(server, tmp_path / "nothing-here")
         (failed,) = server.readies()
-        assert failed.weights not in (loaded.weights, updated.weights)
-        assert failed.weight_version == "v2"
+        assert failed.weights.id not in (loaded.weights.id, updated.weights.id)
+        assert failed.weights.version == "v2"
 
     with start("again", shutil.copytree(model, tmp_path / "copy")) as server:
         (again,) = server.readies()
-        assert (again.weights, again.weights_layout) == (loaded.weights, loaded.weights_layout)
-        assert dict(again.settings) == dict(loaded.settings)
+        assert (again.weights.id, again.weights.layout) == (
+            loaded.weights.id,
+            loaded.weights.layout,
+        )
+        assert dict(again.engine.settings) == dict(loaded.engine.settings)
 
     with start("changed-from-start", changed) as server:
         (other,) = server.readies()
-        assert other.weights != loaded.weights
-        assert other.weights_layout == loaded.weights_layout
+        assert other.weights.id != loaded.weights.id
+        assert other.weights.layout == loaded.weights.layout

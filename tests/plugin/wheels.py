@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from server_patch.sglang_compat import Target
+from server_patch.sglang_compat import Symbol
 
 _FIELDS = "sglang/srt/arg_groups/fields/"  # where newer releases keep the fields of ServerArgs
 _DOWNLOAD_S = 300.0
@@ -87,7 +87,7 @@ class Source:
         data = self._wheel.read(file) if self._wheel else (self._path / file).read_bytes()
         return data.decode("utf-8-sig")
 
-    def missing(self, target: Target) -> str | None:
+    def missing(self, target: Symbol) -> str | None:
         """What is wrong with `target` in this release, naming it; None when nothing is."""
         release = Version(self.release)
         if release < Version(target.since):
@@ -207,7 +207,7 @@ def _how_set(function: ast.FunctionDef, setter: str) -> str:
     return next((kind for kind in ("flags", "list", "delegates") if kind in kinds), "unknown")
 
 
-def _mismatch(node: ast.AST, target: Target) -> str | None:
+def _mismatch(node: ast.AST, target: Symbol) -> str | None:
     places = " or ".join(target.places)
     if target.parameters:
         if not isinstance(node, ast.FunctionDef):

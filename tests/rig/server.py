@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from extractor.servers.launcher import free_port
 from extractor.system.process_tree import die_with_parent
-from extractor.system.shared_memory import inodes_in_shared_memory, remove_abandoned
+from extractor.system.shared_memory import unused_files
 
 from .env import RIG_PLUGINS, SERVER_ARGS, environment
 from .process import stop_tree
@@ -66,7 +66,7 @@ def cpu_server(
         settings.update(env or {})
         log = log_path or Path(scratch, "server.log")
         port = port or free_port()
-        before = inodes_in_shared_memory()
+        unused = unused_files()
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*_command(model_dir, port, dtype), *extra_args],
@@ -82,7 +82,8 @@ def cpu_server(
             yield CpuServer(f"http://127.0.0.1:{port}", process, log)
         finally:
             stop_tree(process)
-            remove_abandoned(before)
+            for left in unused_files().keys() - unused:  # by a test's kill -9, too
+                left.unlink(missing_ok=True)
 
 
 def _settings(dump_dir: Path | None, plugin: bool) -> dict[str, str]:

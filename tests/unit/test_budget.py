@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import AsyncExitStack
 
 import pytest
 
 from extractor.dispatch.budget import Budget
+
+
+def budget_of(total: int, *, max_holders: int = 1000) -> Budget:
+    return Budget(total, max_holders=max_holders)
 
 
 async def settle() -> None:
@@ -25,14 +28,17 @@ class Holder:
         self.task = asyncio.create_task(self._hold(budget, size_bytes))
 
     async def _hold(self, budget: Budget, size_bytes: int) -> None:
-        async with budget.hold(size_bytes):
+        await budget.take(size_bytes)
+        try:
             self.has_it = True
             await self.let_go.wait()
+        finally:
+            budget.give_back(size_bytes)
         self.has_it = False
 
 
 async def test_what_fits_is_granted_at_once_and_what_does_not_waits() -> None:
-    budget = Budget(10)
+    budget = budget_of(10)
     first, second, third = (Holder(budget, size) for size in (6, 4, 1))
     await settle()
     assert (first.has_it, second.has_it, third.has_it) == (True, True, False)
@@ -47,7 +53,7 @@ async def test_what_fits_is_granted_at_once_and_what_does_not_waits() -> None:
 
 
 async def test_small_ones_do_not_overtake_a_large_one() -> None:
-    budget = Budget(10)
+    budget = budget_of(10)
     holding = Holder(budget, 5)
     await settle()
     large = Holder(budget, 8)
@@ -64,24 +70,29 @@ async def test_small_ones_do_not_overtake_a_large_one() -> None:
 
 
 async def test_more_than_the_whole_is_a_mistake() -> None:
-    budget = Budget(10)
+    budget = budget_of(10)
     with pytest.raises(ValueError, match="can never fit"):
-        async with budget.hold(11):
-            raise AssertionError
-    async with budget.hold(10):
-        assert budget.used == 10
+        await budget.take(11)
+    await budget.take(10)
+    assert budget.used == 10
 
 
-async def test_an_error_in_the_block_gives_the_bytes_back() -> None:
-    budget = Budget(10)
-    with pytest.raises(KeyError):
-        async with budget.hold(10):
-            raise KeyError
-    assert budget.used == 0
+async def test_prompts_are_bounded_by_number_too() -> None:
+    budget = budget_of(10, max_holders=2)
+    first, second, third = (Holder(budget, 1) for _ in range(3))
+    await settle()
+    assert (first.has_it, second.has_it, third.has_it) == (True, True, False)
+    first.let_go.set()
+    await settle()
+    assert third.has_it
+    for holder in (second, third):
+        holder.let_go.set()
+    await settle()
+    assert (budget.used, budget.num_holders) == (0, 0)
 
 
 async def test_a_cancelled_waiter_makes_way_for_those_behind_it() -> None:
-    budget = Budget(10)
+    budget = budget_of(10)
     holding = Holder(budget, 5)
     await settle()
     large = Holder(budget, 10)
@@ -99,7 +110,7 @@ async def test_a_cancelled_waiter_makes_way_for_those_behind_it() -> None:
 
 
 async def test_a_waiter_cancelled_in_the_moment_it_is_granted_gives_back() -> None:
-    budget = Budget(10)
+    budget = budget_of(10)
     holding = Holder(budget, 10)
     await settle()
     waiting = Holder(budget, 10)
@@ -122,7 +133,7 @@ async def test_a_waiter_cancelled_in_the_moment_it_is_granted_gives_back() -> No
 @pytest.mark.parametrize("seed", range(40))
 async def test_no_schedule_of_holding_and_cancelling_leaks_or_exceeds(seed: int) -> None:
     chance = random.Random(seed)
-    budget = Budget(20)
+    budget = budget_of(20)
     holders: list[Holder] = []
     for _ in range(120):
         match chance.randrange(4):
@@ -137,9 +148,7 @@ async def test_no_schedule_of_holding_and_cancelling_leaks_or_exceeds(seed: int)
         assert 0 <= budget.used <= 20
     for holder in holders:
         holder.let_go.set()
-    async with AsyncExitStack() as stack:
-        await asyncio.gather(*(holder.task for holder in holders), return_exceptions=True)
-        await stack.enter_async_context(budget.hold(20))  # all of it is there again
-        assert budget.used == 20
-    assert budget.used == 0
+    await asyncio.gather(*(holder.task for holder in holders), return_exceptions=True)
+    await budget.take(20)  # all of it is there again
+    assert (budget.used, budget.num_holders) == (20, 1)
     assert budget.peak <= 20

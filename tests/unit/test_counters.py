@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.core.counters import Counters, Moment, Pace, Rows, ServerNow, Stage
+from extractor.core.counters import Counters, InputRows, Moment, Pace, ServerNow, Stage
 from extractor.core.histogram import BOUNDS_S, SHOWN_BOUNDS_S, Durations
 from extractor.status.report import session_document
 from manifest.states import Reason
@@ -95,7 +95,7 @@ def test_speed_of_late_forgets_what_was_before() -> None:
 
 
 def test_failed_rows_are_the_sum_of_their_reasons() -> None:
-    counters = Counters(rows=Rows(total=10, settled_before=2, stored=3))
+    counters = Counters(rows=InputRows(total=10, settled_before=2, stored=3))
     counters.rows.failed_by_reason[Reason.BAD_JSON] += 1
     counters.rows.failed_by_reason[Reason.TOO_LONG] += 2
     assert (counters.rows.failed, counters.rows.settled) == (3, 8)

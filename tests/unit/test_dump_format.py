@@ -21,6 +21,7 @@ from server_patch.dump_format import (
     DumpFormatError,
     DumpHeader,
     ErrorRecord,
+    StateLayout,
     bytes_per_token,
     decode_error,
     decode_header,
@@ -41,12 +42,15 @@ headers = st.builds(
     rid=st.text(min_size=1, max_size=80),
     start=st.integers(0, 10**7),
     rows=st.integers(1, 10**6),
-    boundaries=st.sets(st.integers(0, 200), min_size=1, max_size=8).map(
-        lambda found: tuple(sorted(found))
+    layout=st.builds(
+        StateLayout,
+        boundaries=st.sets(st.integers(0, 200), min_size=1, max_size=8).map(
+            lambda found: tuple(sorted(found))
+        ),
+        hidden_size=st.integers(1, 20_000),
+        dtype=st.sampled_from(STATE_DTYPES),
+        last_kind=st.sampled_from(sorted(LAST_TENSORS)),
     ),
-    hidden_size=st.integers(1, 20_000),
-    dtype=st.sampled_from(STATE_DTYPES),
-    last_kind=st.sampled_from(sorted(LAST_TENSORS)),
     boot_id=st.text(max_size=40),
     rank=st.integers(0, 1000),
     counter=st.integers(0, 10**10),
@@ -55,10 +59,10 @@ headers = st.builds(
 
 def data_bytes(header: DumpHeader) -> int:
     return header.rows * bytes_per_token(
-        num_boundaries=len(header.boundaries),
-        hidden_size=header.hidden_size,
-        dtype=header.dtype,
-        last_kind=header.last_kind,
+        num_boundaries=len(header.layout.boundaries),
+        hidden_size=header.layout.hidden_size,
+        dtype=header.layout.dtype,
+        last_kind=header.layout.last_kind,
     )
 
 
@@ -74,7 +78,7 @@ def test_a_header_is_read_back_as_it_was_written(header: DumpHeader) -> None:
     assert spans[0].begin == len(encoded)
     assert spans[-1].end == size
     assert [span.end for span in spans[:-1]] == [span.begin for span in spans[1:]]
-    assert list(dump.tensors) == ["aux", *LAST_TENSORS[header.last_kind], "input_ids"]
+    assert list(dump.tensors) == ["aux", *LAST_TENSORS[header.layout.last_kind], "input_ids"]
 
 
 @given(headers, st.data())
@@ -260,6 +264,98 @@ def test_an_error_record_is_read_back(rid: str, start: int, reason: str) -> None
 def test_a_broken_error_record_is_refused(data: bytes) -> None:
     with pytest.raises(DumpFormatError):
         decode_error(data)
+
+
+#: As released versions of the plugin wrote them.
+READY_BYTES = b"""{
+ "format_version": 1,
+ "boot_id": "boot",
+ "rank": 0,
+ "pid": 1,
+ "pid_start_ticks": 1,
+ "started_at": "1970-01-01T00:00:00+00:00",
+ "plugin_version": "0",
+ "engine_version": "0.5.11",
+ "host": "127.0.0.1",
+ "port": 30000,
+ "model_path": "fake/model",
+ "architecture": "FakeForCausalLM",
+ "config_digest": "fake",
+ "vocab_size": 1000,
+ "num_layers": 4,
+ "hidden_size": 8,
+ "dtype": "BF16",
+ "boundaries": [
+  1,
+  2,
+  3
+ ],
+ "last_kind": "post",
+ "capture_method": "fake",
+ "tp_size": 1,
+ "dp_size": 1,
+ "rid_prefix": "xtr-",
+ "chunked_prefill_size": -1,
+ "radix_cache": false,
+ "ring_bytes": 0,
+ "num_writers": 1,
+ "quantization": "fp8",
+ "kv_cache_dtype": null,
+ "pid_namespace": "pid:[1]",
+ "weights": "w+1",
+ "weights_layout": null,
+ "weights_s": null,
+ "weight_version": null,
+ "settings": {
+  "torch": "2"
+ }
+}"""
+HEADER_TEXT = (
+    b'{"__metadata__":{"format_version":"1","rid":"xtr-run-session-0-1","start":"0","rows":"3",'
+    b'"boundaries":"1,2,3","hidden_size":"8","dtype":"BF16","last_kind":"post","boot_id":"boot",'
+    b'"rank":"0","counter":"7","weights":"w"},'
+    b'"aux":{"dtype":"BF16","shape":[3,24],"data_offsets":[0,144]},'
+    b'"last":{"dtype":"BF16","shape":[3,8],"data_offsets":[144,192]},'
+    b'"input_ids":{"dtype":"I32","shape":[3],"data_offsets":[192,204]}}'
+)
+OLD_KEYS = (
+    "pid_namespace", "weights", "weights_layout", "weights_s", "weight_version", "settings",
+    "quantization", "kv_cache_dtype",
+)  # fmt: skip
+
+
+def test_the_bytes_of_ready_do_not_change() -> None:
+    ready = make_ready(
+        quantization="fp8", weights="w+1", settings={"torch": "2"}, pid_namespace="pid:[1]"
+    )
+    assert encode_ready(ready) == READY_BYTES
+    assert decode_ready(READY_BYTES) == ready
+    assert ready.model.quantization == "fp8" and ready.weights.id == "w+1"
+
+
+def test_a_ready_of_an_older_plugin_lacks_what_came_later() -> None:
+    document = json.loads(READY_BYTES)
+    for name in OLD_KEYS:
+        del document[name]
+    ready = decode_ready(json.dumps(document).encode())
+    assert ready == make_ready()
+    assert (ready.weights.id, ready.process.namespace, ready.engine.settings) == (None, None, {})
+
+
+def test_the_bytes_of_a_header_do_not_change() -> None:
+    header = make_header(weights="w")
+    assert encode_header(header) == struct.pack("<Q", 440) + HEADER_TEXT.ljust(440)
+    dump = decode_header(encode_header(header), file_bytes=448 + 204)
+    assert dump.header == header
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_size", 0), ("dtype", "F64"), ("boundaries", []), ("last_kind", "x")]
+)
+def test_a_ready_of_states_that_no_model_has_is_refused(key: str, value: object) -> None:
+    document = json.loads(READY_BYTES) | {key: value}
+    with pytest.raises(DumpFormatError, match=f"unreadable READY.json: .*{key}"):
+        decode_ready(json.dumps(document).encode())
 
 
 def test_ready_is_read_back_and_unknown_fields_are_ignored() -> None:

@@ -9,7 +9,7 @@ from helpers import LAYOUT, Ids, prompt_of
 from extractor.core.admission import Admission, Room
 from extractor.core.request import Limits, dump_bytes
 from extractor.core.row_policy import Policy
-from extractor.pipeline.forecast import SAMPLED, Forecast, Speed, forecast_document, forecast_text
+from extractor.pipeline.forecast import SAMPLED, DryRun, Forecast, Speed
 from extractor.shards.format import MAX_ROOM_BYTES, header_room, sample_bytes, samples_that_fit
 from prompts.types import BadRow, RowOrigin, RowReason
 
@@ -25,7 +25,6 @@ def forecast_of(
     values: dict[str, Any] = {
         "num_held": 4,
         "shard_bytes": 1 << 20,
-        "light_bytes": 0,
         "num_movers": 2,
         **changes,
     }
@@ -49,15 +48,15 @@ def test_counts_tokens_and_reasons_add_up() -> None:
             detail="x",
         )
     )
-    assert (forecast.num_rows, forecast.num_prompts, forecast.num_tokens) == (4, 2, 6)
-    assert forecast.by_reason == {"too_long": 1, "bad_json": 1}
-    assert (forecast.trained_tokens, forecast.untrained) == (4, 1)
+    assert (forecast.rows.total, forecast.rows.num_prompts, forecast.rows.num_tokens) == (4, 2, 6)
+    assert forecast.rows.by_reason == {"too_long": 1, "bad_json": 1}
+    assert (forecast.rows.trained_tokens, forecast.rows.untrained) == (4, 1)
 
 
 def test_quantiles_are_lengths_that_so_many_prompts_do_not_exceed() -> None:
     forecast = forecast_of([*range(1, 101)])
-    assert forecast.quantiles() == {"min": 1, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-    assert forecast_of([]).quantiles() == {}
+    assert forecast.rows.quantiles() == {"min": 1, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    assert forecast_of([]).rows.quantiles() == {}
 
 
 def test_bytes_are_those_of_samples_and_headers() -> None:
@@ -72,7 +71,7 @@ def test_bytes_are_those_of_samples_and_headers() -> None:
 def test_a_shard_of_tiny_samples_ends_with_its_header() -> None:
     per_shard = samples_that_fit(MAX_ROOM_BYTES, LAYOUT)
     forecast = forecast_of([2], shard_bytes=GENEROUS)
-    forecast.lengths[2] += 2 * per_shard
+    forecast.rows.lengths[2] += 2 * per_shard
     assert forecast.num_shards == 3
 
 
@@ -81,37 +80,32 @@ def test_the_peak_is_the_largest_dumps_that_can_lie_there_together_within_the_bu
     forecast = forecast_of([10, *largest, 20])
     expected = sum(dump_bytes(length, LAYOUT, LIMITS) for length in largest)
     assert forecast.shm_peak_bytes == expected
-    small = dump_bytes(10, LAYOUT, LIMITS) + dump_bytes(20, LAYOUT, LIMITS)
-    for light_bytes in (small - 1, small):
-        assert (
-            forecast_of([10, *largest, 20], light_bytes=light_bytes).shm_peak_bytes
-            == expected + light_bytes
-        )
-    assert forecast_of([10, *largest, 20], light_bytes=GENEROUS).shm_peak_bytes == expected + small
     assert forecast_of([10, *largest], budget=250_000).shm_peak_bytes == 250_000
 
 
 def test_the_sample_is_bounded_and_fair_enough_to_hold_late_rows() -> None:
     forecast = forecast_of([4] * (4 * SAMPLED))
-    assert len(forecast.sample) == SAMPLED
-    assert max(prompt.ordinal for prompt in forecast.sample) > 2 * SAMPLED
+    assert len(forecast.sample.prompts) == SAMPLED
+    assert max(prompt.ordinal for prompt in forecast.sample.prompts) > 2 * SAMPLED
 
 
-def test_what_is_not_known_is_said_plainly() -> None:
+def test_unknown_figures_are_null_and_the_text_says_why() -> None:
     forecast = forecast_of([5, 6], known=False)
-    document = forecast_document(forecast, None)
+    result = DryRun(forecast=forecast, speed=None, free_bytes=1, why_no_speed="nobody there.")
+    document = result.to_document()
     for name in ("bytes", "shards", "shm_peak_bytes", "tokens_per_s", "eta_s"):
         assert document[name] is None
-    text = forecast_text(forecast, None, free_bytes=1, why_no_speed="nobody there.")
+    text = result.to_text()
     assert "Bytes are not known: that takes a server with the plugin" in text
     assert "The time is not known: nobody there." in text
 
 
-def test_the_time_comes_from_the_measured_speed_and_a_full_disk_is_told() -> None:
-    forecast = forecast_of([100] * 90)
+def test_the_time_comes_from_the_measured_speed_and_a_full_disk_is_reported() -> None:
     speed = Speed(tokens_per_s=3.0, num_prompts=9, seconds=5.0)
-    assert forecast_document(forecast, speed)["eta_s"] == 3000.0
-    text = forecast_text(forecast, speed, free_bytes=10, why_no_speed="")
+    forecast = forecast_of([100] * 90)
+    result = DryRun(forecast=forecast, speed=speed, free_bytes=10, why_no_speed="")
+    assert result.to_document()["eta_s"] == 3000.0
+    text = result.to_text()
     assert "50 min" in text
     assert "Measured with 9 of the prompts in 5.0 s" in text
     assert "That does not fit: free space" in text

@@ -146,6 +146,7 @@ print(json.dumps([prompt.key, renderer.tokenizer_digest, renderer.template_diges
 """
 
 
+@pytest.mark.slow
 def test_the_environment_of_a_process_changes_no_prompt(tmp_path: Path) -> None:
     """The environment: time zone, locale and hash seed."""
     template = (
@@ -206,6 +207,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", list(CHANGES))
 def test_a_file_of_the_tokenizer_that_changes_a_prompt_changes_a_digest(
     tmp_path: Path, change: str

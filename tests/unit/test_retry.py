@@ -6,34 +6,44 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.core.failure import Failure
-from extractor.dispatch.retry import Remedy, RetryPolicy
+from extractor.core.failure import Failure, FailureKind
+from extractor.dispatch.retry import RetryPolicy, Setbacks
 from manifest.states import Reason
 
 POLICY = RetryPolicy(max_attempts=3)
 
 
-def failure(**kind: bool) -> Failure:
-    return Failure(reason=Reason.SERVER_ERROR, detail="", **kind)
+def failure(kind: FailureKind) -> Failure:
+    return Failure(reason=Reason.SERVER_ERROR, detail="", kind=kind)
 
 
-def test_a_row_has_so_many_attempts_and_no_more() -> None:
-    found = [POLICY.remedy(failure(), num_counted=n, num_setbacks=n) for n in (1, 2, 3, 4)]
-    assert found == [Remedy.RETRY, Remedy.RETRY, Remedy.GIVE_UP, Remedy.GIVE_UP]
+def setbacks_of(kind: FailureKind, number: int, *, others_served: bool = False) -> Setbacks:
+    setbacks = Setbacks()
+    for _ in range(number):
+        setbacks.add(failure(kind), others_served=others_served)
+    return setbacks
+
+
+def gives_up(kind: FailureKind, number: int, *, others_served: bool = False) -> bool:
+    """Whether a prompt fails after that many failures of one kind."""
+    setbacks = setbacks_of(kind, number, others_served=others_served)
+    return POLICY.gives_up(failure(kind), setbacks)
+
+
+@pytest.mark.parametrize("kind", [FailureKind.SAMPLE, FailureKind.SERVER, FailureKind.SILENT])
+def test_a_row_has_so_many_attempts_and_no_more(kind: FailureKind) -> None:
+    assert [gives_up(kind, number) for number in (1, 2, 3, 4)] == [False, False, True, True]
 
 
 def test_what_trying_cannot_change_is_given_up_at_once() -> None:
-    assert (
-        POLICY.remedy(failure(is_permanent=True), num_counted=1, num_setbacks=1) is Remedy.GIVE_UP
-    )
+    assert gives_up(FailureKind.PERMANENT, 1)
 
 
-@pytest.mark.parametrize("kind", ["is_busy", "is_transport"])
-def test_trouble_of_the_server_costs_no_attempt_but_not_for_ever(kind: str) -> None:
-    trouble = failure(**{kind: True})
-    assert trouble.is_not_counted
-    assert POLICY.remedy(trouble, num_counted=10**6, num_setbacks=63) is Remedy.RETRY
-    assert POLICY.remedy(trouble, num_counted=0, num_setbacks=64) is Remedy.GIVE_UP
+@pytest.mark.parametrize("kind", [kind for kind in FailureKind if not kind.counts])
+def test_trouble_of_the_server_costs_no_attempt_but_not_for_ever(kind: FailureKind) -> None:
+    assert not gives_up(kind, 10_000)  # nobody else was served either
+    assert not gives_up(kind, 63, others_served=True)
+    assert gives_up(kind, 64, others_served=True)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1))

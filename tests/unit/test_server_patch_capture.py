@@ -201,7 +201,7 @@ def test_a_batch_that_cannot_be_told_apart_runs_the_plain_model(
         assert torch.equal(run(causal, batch), run(Causal(), batch))
     assert (tap.taken, tap.refused) == ([], [])
     assert [record.message for record in caplog.records] == [
-        "hidden states: a batch cannot be told apart, nothing is captured"
+        "hidden states: cannot inspect a forward batch; not capturing it"
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
@@ -15,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import change_ready
 
 from server_patch import capture_audit, capture_points, plugin, sglang_api, weights
-from server_patch.dump_dir import HomeError, make_boot_id, make_home
+from server_patch.dump_dir import RankDirError, make_boot_id, make_rank_dir
 from server_patch.dump_format import FAILED_NAME, READY_NAME, Ready, decode_ready
 from server_patch.ready import own_start_ticks
 from server_patch.settings import SettingsError
-from server_patch.sglang_api import EngineError, RequestIds
+from server_patch.sglang_api import EngineError, RequestIds, RunnerFacts
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +81,10 @@ def make_runner(tmp_path: Path, **args: Any) -> Any:
     )
 
 
+def read_facts(runner: Any) -> RunnerFacts:
+    return sglang_api.read_facts(runner, architecture="FakeForCausalLM")
+
+
 @pytest.fixture
 def armed_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A dump root, and an engine that is attention-TP rank 0."""
@@ -138,11 +142,15 @@ def test_a_loaded_model_is_armed_and_ready(armed_environment: Path, tmp_path: Pa
     plain = runner.model.model.forward
     plugin._after_load_model(None, runner)
     ready = decode_ready((armed_environment / "boot" / "0" / READY_NAME).read_bytes())
-    assert ready.boundaries == (2, 4, 5)
-    assert (ready.pid, ready.pid_start_ticks) == (os.getpid(), own_start_ticks())
-    assert (ready.architecture, ready.dtype, ready.num_writers) == ("FakeForCausalLM", "BF16", 1)
-    assert (ready.radix_cache, ready.chunked_prefill_size) == (False, 64)
-    assert ready.config_digest == hashlib.sha256(b'{"a":[2],"b":1}').hexdigest()
+    assert ready.capture.boundaries == (2, 4, 5)
+    assert (ready.process.pid, ready.process.start_ticks) == (os.getpid(), own_start_ticks())
+    assert (ready.model.architecture, ready.model.dtype, ready.capture.num_writers) == (
+        "FakeForCausalLM",
+        "BF16",
+        1,
+    )
+    assert (ready.engine.radix_cache, ready.engine.chunked_prefill_size) == (False, 64)
+    assert ready.model.config_digest == hashlib.sha256(b'{"a":[2],"b":1}').hexdigest()
     assert runner.model.capture_aux_hidden_states is False
     assert runner.model.model.forward is not plain
     assert (armed_environment / "boot").stat().st_mode & 0o777 == 0o700
@@ -167,10 +175,10 @@ def test_ready_names_the_weights_by_their_content(
         path = armed_environment / boot / "0" / READY_NAME
         found.append(decode_ready(path.read_bytes()))
         vars(runner.model.model).pop("forward")
-    assert found[0].weights == found[1].weights != found[2].weights
-    assert found[0].weights_layout == found[1].weights_layout == found[2].weights_layout
-    assert (found[0].weight_version, found[2].weight_version) == ("v7", None)
-    assert found[0].weights_s is not None
+    assert found[0].weights.id == found[1].weights.id != found[2].weights.id
+    assert found[0].weights.layout == found[1].weights.layout == found[2].weights.layout
+    assert (found[0].weights.version, found[2].weights.version) == ("v7", None)
+    assert found[0].weights.seconds is not None
 
 
 def test_weights_that_cannot_be_read_leave_ready_without_their_id(
@@ -181,7 +189,7 @@ def test_weights_that_cannot_be_read_leave_ready_without_their_id(
 
     monkeypatch.setattr(weights, "fingerprint", broken)
     plugin._after_load_model(None, make_runner(tmp_path))
-    assert read_ready(armed_environment).weights is None
+    assert read_ready(armed_environment).weights.id is None
 
 
 def test_ready_is_rewritten_after_an_update_and_a_new_label(
@@ -191,11 +199,11 @@ def test_ready_is_rewritten_after_an_update_and_a_new_label(
     loaded = read_ready(armed_environment)
     plugin._before_weight_update()
     updated = read_ready(armed_environment)
-    assert updated.weights is not None and loaded.weights is not None
-    assert updated.weights.startswith(f"{loaded.weights}+")
-    assert updated == dataclasses.replace(loaded, weights=updated.weights)
+    assert updated.weights.id is not None and loaded.weights.id is not None
+    assert updated.weights.id.startswith(f"{loaded.weights.id}+")
+    assert updated == change_ready(loaded, weights=updated.weights.id)
     plugin._after_weight_label("v2")
-    assert read_ready(armed_environment) == dataclasses.replace(updated, weight_version="v2")
+    assert read_ready(armed_environment) == change_ready(updated, weight_version="v2")
 
 
 def test_an_update_does_not_restore_a_removed_ready(
@@ -213,10 +221,10 @@ def test_ready_is_rewritten_when_late_weights_are_loaded(
     runner = make_runner(tmp_path)
     runner.startup_weight_load = object()
     plugin._after_load_model(None, runner)
-    assert read_ready(armed_environment).weights is None
+    assert read_ready(armed_environment).weights.id is None
     runner.startup_weight_load = None
     plugin._after_late_load(runner)
-    assert read_ready(armed_environment).weights is not None
+    assert read_ready(armed_environment).weights.id is not None
 
 
 def test_ready_has_the_numeric_settings_as_the_engine_resolved_them(
@@ -245,7 +253,7 @@ def test_ready_has_the_numeric_settings_as_the_engine_resolved_them(
         to_dict=lambda: {"a": torch.bfloat16, "_name_or_path": "/any"}
     )
     plugin._after_load_model(None, runner)
-    settings = dict(read_ready(armed_environment).settings)
+    settings = dict(read_ready(armed_environment).engine.settings)
     assert len(settings.pop("forward_hooks")) <= 300
     assert settings.pop("torch") == torch.__version__
     settings.pop("transformers", None)
@@ -376,8 +384,8 @@ def test_the_quantisation_of_the_models_own_config_is_told(
     """Without an argument the engine does what config.json asks for."""
     runner = make_runner(tmp_path)
     runner.model_config.quantization = "fp8"
-    assert sglang_api.read_facts(runner).quantization == "fp8"
-    assert sglang_api.read_facts(make_runner(tmp_path, quantization="awq")).quantization == "awq"
+    assert read_facts(runner).model.quantization == "fp8"
+    assert read_facts(make_runner(tmp_path, quantization="awq")).model.quantization == "awq"
 
 
 def test_a_second_engine_of_the_same_tree_gets_a_directory_of_its_own(
@@ -430,7 +438,7 @@ def test_refusals_say_which_flag_to_change(
     ],
 )
 def test_prefill_graphs_are_refused_on_cuda_only(args: dict[str, Any], flag: str | None) -> None:
-    server_args = sglang_api.Settings(SimpleNamespace(**args))
+    server_args = sglang_api.EngineSettings(SimpleNamespace(**args))
     reason = sglang_api._prefill_graphs(server_args, torch.device("cuda", 0))
     assert (flag in reason) if flag and reason else (reason is None)
     assert sglang_api._prefill_graphs(server_args, torch.device("cpu")) is None
@@ -456,16 +464,16 @@ def test_settings_are_the_engines_and_not_what_was_typed(
     runner = make_runner(
         tmp_path, chunked_prefill_size=None, dp_size=2, attn_dp_size=1, enable_dp_attention=True
     )
-    facts = sglang_api.read_facts(runner)
-    assert (facts.chunked_prefill_size, facts.max_forward_rows) == (2048, 2048)
-    assert (facts.dp_size, facts.shares_forward) == (2, True)
-    assert (facts.port, facts.radix_cache) == (30000, False)  # none of the context's
+    facts = read_facts(runner)
+    assert (facts.engine.chunked_prefill_size, facts.max_forward_rows) == (2048, 2048)
+    assert (facts.engine.dp_size, facts.placement.shares_forward) == (2, True)
+    assert (facts.port, facts.engine.radix_cache) == (30000, False)  # none of the context's
     # What this release does not know is not asked for, and so is not taken to be set.
     resolved["enable_pdmux"] = True
     assert sglang_api.refusals(runner) == []
     # Defaults that the engine fills in are seen.
     config = SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
-    record = sglang_api.Settings(SimpleNamespace(cuda_graph_config=None))
+    record = sglang_api.EngineSettings(SimpleNamespace(cuda_graph_config=None))
     resolved["cuda_graph_config"] = config
     assert "breakable" in str(sglang_api._prefill_graphs(record, torch.device("cuda", 0)))
 
@@ -568,7 +576,7 @@ def test_points_without_a_setter_are_announced_when_they_are_proven(
     assert not (home / READY_NAME).exists()
     FakeAudit.last.right()
     ready = decode_ready((home / READY_NAME).read_bytes())
-    assert (ready.capture_method, ready.boundaries) == ("layers_to_capture", (2, 4, 5))
+    assert (ready.capture.method, ready.capture.boundaries) == ("layers_to_capture", (2, 4, 5))
 
 
 def test_points_that_are_found_wrong_are_taken_back(
@@ -577,7 +585,7 @@ def test_points_that_are_found_wrong_are_taken_back(
     monkeypatch.setattr(capture_audit, "PointsAudit", FakeAudit)
     plugin._after_load_model(None, make_runner(tmp_path))
     home = armed_environment / "boot" / "0"
-    assert decode_ready((home / READY_NAME).read_bytes()).capture_method == capture_points.SETTER
+    assert decode_ready((home / READY_NAME).read_bytes()).capture.method == capture_points.SETTER
     assert not FakeAudit.last.must_prove
     FakeAudit.last.right()  # changes nothing
     FakeAudit.last.wrong("one layer off", None)
@@ -628,7 +636,7 @@ def test_nothing_that_fails_reaches_the_engine(
 class TestHome:
     def make(self, root: Path, **change: Any) -> Any:
         fields = {"boot_id": "b", "rank": 0, "num_ranks": 2, "file_mode": 0o640}
-        return make_home(root, directory_mode=0o750, **{**fields, **change})
+        return make_rank_dir(root, directory_mode=0o750, **{**fields, **change})
 
     def test_ranks_share_a_boot_and_modes_are_exact(self, tmp_path: Path) -> None:
         before = os.umask(0o077)
@@ -657,10 +665,10 @@ class TestHome:
         assert len(list(tmp_path.iterdir())) == 2
 
     def test_it_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("server_patch.dump_dir.secrets.token_hex", lambda n: "same")
+        monkeypatch.setattr("server_patch.dump_dir._random_hex", lambda n: "same")
         self.make(tmp_path)
         self.make(tmp_path)
-        with pytest.raises(HomeError):
+        with pytest.raises(RankDirError):
             self.make(tmp_path)
 
     def test_boot_ids_differ(self) -> None:
@@ -739,6 +747,6 @@ def test_data_parallel_sizes(
     monkeypatch.setattr(sglang_api, "_attention_tp_rank", lambda: 0)
     parallel = SimpleNamespace(attn_dp_rank=2, dp_rank=3)
     monkeypatch.setattr(sglang_api, "_parallel_context", lambda: parallel)
-    facts = sglang_api.read_facts(make_runner(tmp_path, **args))
-    assert (facts.dp_size, facts.shares_forward) == (total, shares)
-    assert facts.rank == (2 if shares else 3)
+    facts = read_facts(make_runner(tmp_path, **args))
+    assert (facts.engine.dp_size, facts.placement.shares_forward) == (total, shares)
+    assert facts.placement.rank == (2 if shares else 3)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server_patch.settings import Settings, SettingsError
+from server_patch.settings import Settings, SettingsError, WriterSettings
 
 ROOT = {"SGLANG_HS_DUMP_DIR": "/dev/shm/x"}
 
@@ -28,11 +28,10 @@ def test_defaults() -> None:
         boundaries=None,
         last_kind="post",
         rid_prefix="xtr-",
-        ring_bytes=None,
-        ring_slots=4,
-        num_writers=None,
+        writers=WriterSettings(ring_bytes=None, ring_slots=4, num_writers=None),
         file_mode=0o600,
         boot_id=None,
+        log_level=None,
     )
 
 
@@ -46,13 +45,15 @@ def test_everything_set() -> None:
         WRITERS="2",
         FILE_MODE="660",
         BOOT_ID="run-1",
+        LOG_LEVEL="debug",
     )
     assert settings.boundaries == (3, 31, 59)
     assert settings.last_kind == "both"
     assert settings.rid_prefix == "mine-"
-    assert (settings.ring_bytes, settings.ring_slots, settings.num_writers) == (1 << 20, 8, 2)
+    assert settings.writers == WriterSettings(ring_bytes=1 << 20, ring_slots=8, num_writers=2)
     assert (settings.file_mode, settings.directory_mode) == (0o660, 0o770)
     assert settings.boot_id == "run-1"
+    assert settings.log_level == "DEBUG"
 
 
 @pytest.mark.parametrize(("mode", "directory"), [("600", 0o700), ("640", 0o750), ("644", 0o755)])
@@ -80,6 +81,7 @@ def test_who_reads_files_may_search_directories(mode: str, directory: int) -> No
         ("FILE_MODE", "700", "600"),
         ("BOOT_ID", "../x", "letters"),
         ("BOOT_ID", ".hidden", "letter or digit"),
+        ("LOG_LEVEL", "verbose", "DEBUG, WARNING"),
     ],
 )
 def test_bad_values_name_the_variable_and_the_bound(variable: str, value: str, bound: str) -> None:

@@ -113,6 +113,7 @@ torch.distributed.barrier()  # the engine's next collective
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["all", "writer"])
 def test_real_processes_agree_and_meet_in_the_next_collective(tmp_path: Path, who: str) -> None:
     """Also when only one rank writes, so that only that rank waits for the others."""
@@ -131,14 +132,14 @@ def test_real_processes_agree_and_meet_in_the_next_collective(tmp_path: Path, wh
 
 def test_each_update_gives_a_new_id_that_all_ranks_of_one_server_share() -> None:
     weights, other_rank, other_server = find(), find(), find(boot_id="other")
-    assert (weights.id, weights.layout, weights.seconds) == ("c0ffee", "l", 0.25)
-    ids = [weights.id]
+    assert (weights.info.id, weights.info.layout, weights.info.seconds) == ("c0ffee", "l", 0.25)
+    ids = [weights.info.id]
     for each in (weights, other_rank, other_server):
         each.updated()
-    assert weights.id == other_rank.id != other_server.id
-    ids.append(weights.id)
+    assert weights.info.id == other_rank.info.id != other_server.info.id
+    ids.append(weights.info.id)
     weights.updated()
-    ids.append(weights.id)
+    ids.append(weights.info.id)
     assert len(set(ids)) == 3
     assert all(each is not None and each.startswith("c0ffee") for each in ids)
     assert [len(each or "") for each in ids] == [6, 15, 15]
@@ -146,15 +147,15 @@ def test_each_update_gives_a_new_id_that_all_ranks_of_one_server_share() -> None
 
 def test_an_update_of_unknown_weights_is_seen() -> None:
     weights = Weights(boot_id="boot", found=None)
-    assert weights.id is None
+    assert weights.info.id is None
     weights.updated()
-    assert weights.id is not None and weights.id.startswith("unknown+")
+    assert weights.info.id is not None and weights.info.id.startswith("unknown+")
 
 
 def test_watchers_are_called_for_updates_labels_and_late_weights() -> None:
     weights = Weights(boot_id="boot", found=None, version="default")
     heard: list[tuple[str | None, str | None]] = []
-    weights.watch(lambda: heard.append((weights.id, weights.version)))
+    weights.watch(lambda: heard.append((weights.info.id, weights.info.version)))
     weights.labelled("default")
     assert heard == []
     weights.labelled("v2")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
+import logging
 import os
 import signal
 import threading
@@ -17,8 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server_patch import durable_files
+from server_patch import durable_files, request_log
+from server_patch.dump_dir import RankDir
 from server_patch.dump_format import (
+    StateLayout,
     decode_error,
     dump_name,
     error_name,
@@ -28,24 +32,26 @@ from server_patch.dump_format import (
 )
 from server_patch.fingerprint import Fingerprint
 from server_patch.ring import Ring, RingError, RingPlan, plan_ring
-from server_patch.sglang_api import Batch
-from server_patch.slot_layout import Layout
+from server_patch.sglang_api import PrefillBatch
+from server_patch.slot_layout import SlotLayout
 from server_patch.staging import CpuStager, StagingError, States, gather
-from server_patch.stats import STATS_NAME, Stats
+from server_patch.stats import STATS_NAME, Stats, StatsFile
 from server_patch.tap import Tap
 from server_patch.weights import Found, Weights
 from server_patch.writer_pool import WriterPool, _split
-from server_patch.writer_process import Scribe
+from server_patch.writer_process import DumpWriter
 from server_patch.writer_protocol import (
     MAX_MESSAGE_BYTES,
     MAX_PIECES,
     Assignment,
     Job,
-    Piece,
+    SlotPiece,
 )
+from server_patch.writer_supervisor import WriterSupervisor
 
 K, H = 3, 4
-LAYOUT = Layout(num_boundaries=K, hidden_size=H, dtype="F32", last_kind="both")
+STATES = StateLayout(boundaries=(2, 4, 5), hidden_size=H, dtype="F32", last_kind="both")
+LAYOUT = SlotLayout(STATES)
 
 
 def make_states(rows: int, *, packed: bool = False, ids: list[int] | None = None) -> States:
@@ -58,7 +64,7 @@ def make_states(rows: int, *, packed: bool = False, ids: list[int] | None = None
     return States(aux=aux, last=base + 1000, last_pre=base + 2000, input_ids=input_ids)
 
 
-def make_batch(lens: list[int], rids: list[str] | None = None, **extra: Any) -> Batch:
+def make_batch(lens: list[int], rids: list[str] | None = None, **extra: Any) -> PrefillBatch:
     rids = rids or [f"xtr-{i}" for i in range(len(lens))]
     fields: dict[str, Any] = {
         "rids": rids,
@@ -68,7 +74,7 @@ def make_batch(lens: list[int], rids: list[str] | None = None, **extra: Any) -> 
         "live_rows": sum(lens),
         "input_ids": torch.arange(sum(lens)),
     }
-    return Batch(**{**fields, **extra})
+    return PrefillBatch(**{**fields, **extra})
 
 
 RIGS: list[Rig] = []
@@ -78,7 +84,7 @@ RIGS: list[Rig] = []
 def no_process_is_left() -> Iterator[None]:
     yield
     while RIGS:
-        RIGS.pop().writers.stop()
+        RIGS.pop().supervisor.stop()
 
 
 class Rig:
@@ -93,6 +99,7 @@ class Rig:
         start: bool = True,
         stager: Any = None,
         clock: Callable[[], float] = time.monotonic,
+        log_level: str | None = None,
     ) -> None:
         RIGS.append(self)
         self.directory = directory
@@ -110,30 +117,27 @@ class Rig:
         )
         stager = stager or CpuStager()
 
+        rank_dir = RankDir(directory=directory, boot_id="boot", rank=1, file_mode=0o640)
+
         def assignment(socket_descriptor: int) -> Assignment:
             return Assignment(
-                directory=str(directory),
-                file_mode=0o640,
-                layout=LAYOUT,
-                boundaries=(2, 4, 5),
-                boot_id="boot",
-                rank=1,
-                slot_bytes=slot_bytes,
-                ring_bytes=num_slots * slot_bytes,
-                ring_descriptor=self.ring.descriptor,
+                rank_dir=rank_dir,
+                states=STATES,
+                ring=self.ring.map,
                 socket_descriptor=socket_descriptor,
+                log_level=log_level,
             )
 
         self.assignment = assignment
+        self.supervisor = WriterSupervisor(assignment, clock=clock)
         self.writers = WriterPool(
-            assignment=assignment,
-            directory=directory,
-            file_mode=0o640,
+            self.supervisor,
             num_writers=2,
+            rank_dir=rank_dir,
             ring=self.ring,
             stager=stager,
             stats=self.stats,
-            clock=clock,
+            stats_file=StatsFile(self.stats, rank_dir),
         )
         self.tap = Tap(
             rid_prefix="xtr-",
@@ -203,7 +207,8 @@ def test_each_request_gets_its_own_rows(rig: Rig, packed: bool) -> None:
     (a, a_tensors), (b, b_tensors) = rig.dumps()
     assert (a.rid, a.start, a.rows, a.counter) == ("xtr-a", 0, 7, 0)
     assert (b.rid, b.start, b.rows, b.counter) == ("xtr-b", 32, 9, 1)
-    assert (a.boundaries, a.boot_id, a.rank, a.last_kind) == ((2, 4, 5), "boot", 1, "both")
+    assert (a.boot_id, a.rank) == ("boot", 1)
+    assert (a.layout.boundaries, a.layout.last_kind) == ((2, 4, 5), "both")
     assert_rows(a, a_tensors, 0)
     assert_rows(b, b_tensors, 12)
     assert (rig.directory / "0000000000.safetensors").stat().st_mode & 0o777 == 0o640
@@ -223,7 +228,7 @@ def test_a_dump_names_the_weights_of_its_forward(tmp_path: Path) -> None:
     assert {header.rid: header.weights for header, _ in rig.dumps()} == {
         "xtr-0": "before",
         "xtr-1": "before",
-        "xtr-after": rig.weights.id,
+        "xtr-after": rig.weights.info.id,
     }
 
 
@@ -257,17 +262,17 @@ def test_a_full_ring_makes_the_forward_wait_and_drops_nothing(tmp_path: Path) ->
     thread = threading.Thread(target=forwards)
     thread.start()
     assert not done.wait(0.2)  # two slots are filled, the third forward waits
-    assert rig.stats.snapshot().forwards == 2
+    assert rig.stats.snapshot()["forwards"] == 2
     rig.writers.start()
     assert done.wait(10)
     thread.join()
     rig.wait(dumps=5)
     until = time.monotonic() + 10
-    while (counters := rig.stats.snapshot()).pieces < 5:  # a report follows its files
+    while (counters := rig.stats.snapshot())["pieces"] < 5:  # a report follows its files
         assert time.monotonic() < until
         time.sleep(0.005)
-    assert counters.forwards == counters.pieces == 5
-    assert 0.1 < counters.ring_wait_seconds <= counters.tap_seconds
+    assert counters["forwards"] == counters["pieces"] == 5
+    assert 0.1 < counters["ring_wait_seconds"] <= counters["tap_seconds"]
 
 
 def test_a_batch_that_contradicts_itself_becomes_error_records(rig: Rig) -> None:
@@ -337,15 +342,17 @@ def test_a_file_that_does_not_fit_becomes_an_error_record(
 
     monkeypatch.setattr(os, "writev", writev)
     ring_bytes = rig.ring.plan.total_bytes
-    scribe = Scribe(rig.assignment(0), memoryview(bytearray(ring_bytes)))  # here, not in a process
-    pieces = [Piece(rid="xtr-0", start=0, begin=0, rows=9, counter=0)]
-    report = scribe.write(Job(slot=1, slot_rows=9, pieces=pieces))
+    writer = DumpWriter(
+        rig.assignment(0), memoryview(bytearray(ring_bytes))
+    )  # here, not in a process
+    pieces = [SlotPiece(rid="xtr-0", start=0, begin=0, rows=9, counter=0)]
+    report = writer.write(Job(slot=1, slot_rows=9, pieces=pieces))
     assert (report.pieces, report.errors, report.errors_lost) == (0, 1, 0)
     assert os.strerror(number) in rig.reasons()["xtr-0"]
     assert not list(rig.directory.glob(".tmp-*"))
     assert rig.names(is_error_name) == ["0000000000.error.json"]  # the dump's own number
     monkeypatch.undo()
-    report = scribe.write(Job(slot=1, slot_rows=9, pieces=pieces))
+    report = writer.write(Job(slot=1, slot_rows=9, pieces=pieces))
     assert (report.pieces, report.rows, report.errors) == (1, 9, 0)
 
 
@@ -364,7 +371,7 @@ def test_a_job_too_long_for_a_message_becomes_error_records(tmp_path: Path) -> N
     assert set(rig.reasons()) == {endless, *(f"xtr-{number}" for number in range(4))}
     assert "handing over failed: OSError" in rig.reasons()[endless]
     until = time.monotonic() + 10
-    while any(writer.given for writer in rig.writers._writers):  # each job has its own report
+    while any(writer.given for writer in rig.supervisor._writers):  # each job has its own report
         assert time.monotonic() < until
         rig.writers.take_reports(timeout_s=0.1)
 
@@ -377,7 +384,7 @@ def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Pat
             assert copied.wait(10)
 
     rig = Rig(tmp_path, stager=Slow())
-    victims = [writer.process for writer in rig.writers._writers]
+    victims = [writer.process for writer in rig.supervisor._writers]
     rig.tap.take(make_batch([5]), make_states(5))
     copied.set()
     rig.wait(dumps=1)  # so at least one writer has done work
@@ -385,7 +392,7 @@ def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Pat
         process.send_signal(signal.SIGSTOP)
     rig.tap.take(make_batch([5, 6], ["xtr-a", "xtr-b"]), make_states(11))
     until = time.monotonic() + 10
-    while not any(writer.given for writer in rig.writers._writers):
+    while not any(writer.given for writer in rig.supervisor._writers):
         assert time.monotonic() < until
         time.sleep(0.005)
     # What a writer leaves that dies in the middle of a file, a dump or an error record.
@@ -396,13 +403,13 @@ def test_a_killed_writer_process_is_replaced_and_its_work_recorded(tmp_path: Pat
     rig.wait(dumps=1, errors=2)
     assert not list(tmp_path.glob(".tmp-*.safetensors"))
     assert "ended with status -9" in rig.reasons()["xtr-a"]
-    while not (left := rig.writers._writers) or any(w.process in victims for w in left):
+    while not (left := rig.supervisor._writers) or any(w.process in victims for w in left):
         assert time.monotonic() < until
         time.sleep(0.005)
     for number in range(4):  # more forwards than slots: none was lost, and a writer is there
         rig.tap.take(make_batch([5], [f"xtr-{number}"]), make_states(5))
     rig.wait(dumps=5, errors=2)
-    rig.writers.stop()
+    rig.supervisor.stop()
 
 
 def test_writers_that_stand_still_do_not_stop_the_server(tmp_path: Path) -> None:
@@ -410,7 +417,7 @@ def test_writers_that_stand_still_do_not_stop_the_server(tmp_path: Path) -> None
     own watchdog."""
     skipped_s = 0.0
     rig = Rig(tmp_path, num_slots=2, clock=lambda: time.monotonic() + skipped_s)
-    victims = [writer.process for writer in rig.writers._writers]
+    victims = [writer.process for writer in rig.supervisor._writers]
     for process in victims:
         process.send_signal(signal.SIGSTOP)
 
@@ -421,7 +428,7 @@ def test_writers_that_stand_still_do_not_stop_the_server(tmp_path: Path) -> None
     thread = threading.Thread(target=forwards, daemon=True)
     thread.start()
     until = time.monotonic() + 10
-    while sum(len(writer.given) for writer in rig.writers._writers) < 2:
+    while sum(len(writer.given) for writer in rig.supervisor._writers) < 2:
         assert time.monotonic() < until
         time.sleep(0.005)
     assert thread.is_alive()
@@ -429,7 +436,7 @@ def test_writers_that_stand_still_do_not_stop_the_server(tmp_path: Path) -> None
     thread.join(10)
     assert not thread.is_alive()
     until = time.monotonic() + 10
-    while not (left := rig.writers._writers) or any(w.process in victims for w in left):
+    while not (left := rig.supervisor._writers) or any(w.process in victims for w in left):
         assert time.monotonic() < until
         time.sleep(0.005)
     assert "ended with status -9" in rig.reasons()["xtr-0"]
@@ -441,7 +448,9 @@ def test_writers_that_stand_still_do_not_stop_the_server(tmp_path: Path) -> None
 
 
 def test_a_job_is_spread_over_the_writers_and_fits_a_message() -> None:
-    pieces = [Piece(rid=f"xtr-{i}" * 20, start=0, begin=i, rows=1, counter=i) for i in range(1000)]
+    pieces = [
+        SlotPiece(rid=f"xtr-{i}" * 20, start=0, begin=i, rows=1, counter=i) for i in range(1000)
+    ]
     parts = _split(Job(slot=3, slot_rows=1000, pieces=pieces, weights="w"), num_parts=4)
     assert {part.weights for part in parts} == {"w"}
     assert [piece for part in parts for piece in part.pieces] == pieces
@@ -460,7 +469,7 @@ def test_a_removed_directory_is_counted_and_survived(tmp_path: Path) -> None:
     for _ in range(4):
         rig.tap.take(make_batch([9]), make_states(9))
     until = time.monotonic() + 10
-    while rig.stats.snapshot().errors_lost < 4:
+    while rig.stats.snapshot()["errors_lost"] < 4:
         assert time.monotonic() < until
         time.sleep(0.005)
     directory.mkdir()
@@ -480,6 +489,108 @@ def test_counters_are_shown_in_a_file(rig: Rig) -> None:
             shown = json.loads(path.read_bytes())
     assert (shown["forwards"], shown["rows"], shown["foreign_requests"]) == (1, 9, 1)
     assert shown["dump_bytes"] == (rig.directory / "0000000000.safetensors").stat().st_size
+
+
+@pytest.fixture
+def request_lines() -> Iterator[Callable[[str | None], None]]:
+    yield request_log.set_level
+    request_log.set_level(None)
+
+
+def wait_for_reports(rig: Rig, **counters: int) -> None:
+    until = time.monotonic() + 10
+    while any(rig.stats.snapshot()[name] < value for name, value in counters.items()):
+        assert time.monotonic() < until, rig.stats.snapshot()
+        time.sleep(0.005)
+
+
+def test_a_request_is_followed_by_its_rid(
+    tmp_path: Path,
+    request_lines: Callable[[str | None], None],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    request_lines("DEBUG")
+    rig = Rig(tmp_path, log_level="DEBUG")
+    rig.tap.take(make_batch([4], ["other"]), make_states(4))
+    rig.tap.take(make_batch([7, 5], ["xtr-a", "xtr-b"], prefix_lens=[0, 32]), make_states(12))
+    wait_for_reports(rig, pieces=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "hidden states: rid=xtr-a captured: forward 2, rows 7, start 0",
+        "hidden states: rid=xtr-b captured: forward 2, rows 5, start 32",
+    ]
+    lines = [line.partition("] ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert lines == [
+        "hidden states: rid=xtr-a written: dump 0, rows 7, start 0",
+        "hidden states: rid=xtr-b written: dump 1, rows 5, start 32",
+    ]
+
+
+@pytest.mark.parametrize("level", ["DEBUG", "WARNING"])
+def test_an_error_of_a_request_is_a_warning_with_its_rid(
+    level: str,
+    tmp_path: Path,
+    request_lines: Callable[[str | None], None],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    request_lines(level)
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    rig = Rig(directory, log_level=level)
+    rig.tap.refuse(["xtr-refused", "other"], "for a reason")
+    wait_for_reports(rig, errors=1)
+    rig.wait(errors=1)
+    directory.rename(tmp_path / "elsewhere")
+    rig.tap.take(make_batch([9], ["xtr-unwritten"]), make_states(9))
+    wait_for_reports(rig, errors_lost=1)
+    refused, unwritten = [
+        line.partition("] ")[2] for line in capfd.readouterr().err.splitlines() if "failed" in line
+    ]
+    assert refused == (
+        "hidden states: rid=xtr-refused failed: error record 0, start 0: for a reason"
+    )
+    assert unwritten.startswith(
+        "hidden states: rid=xtr-unwritten failed: error record 1, start 0: writing failed: "
+    )
+    assert "writing the error record failed: FileNotFoundError" in unwritten
+
+
+def test_a_dead_writers_requests_are_logged_by_the_scheduler(
+    tmp_path: Path,
+    request_lines: Callable[[str | None], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    request_lines("WARNING")
+    rig = Rig(tmp_path)
+    for writer in rig.supervisor._writers:
+        writer.process.send_signal(signal.SIGSTOP)
+    rig.tap.take(make_batch([5], ["xtr-a"]), make_states(5))
+    until = time.monotonic() + 10
+    while not any(writer.given for writer in rig.supervisor._writers):
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    for writer in rig.supervisor._writers:
+        writer.process.kill()
+    rig.wait(errors=1)
+    wait_for_reports(rig, errors=1)
+    (line,) = [r.getMessage() for r in caplog.records if "rid=xtr-a" in r.getMessage()]
+    assert line == (
+        "hidden states: rid=xtr-a failed: error record 0, start 0: "
+        "the writer process ended with status -9"
+    )
+
+
+def test_without_a_log_level_no_request_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    rig = Rig(tmp_path)
+    rig.tap.take(make_batch([7], ["xtr-a"]), make_states(7))
+    rig.tap.refuse(["xtr-b"], "for a reason")
+    wait_for_reports(rig, pieces=1, errors=1)
+    assert caplog.records == []
+    assert capfd.readouterr().err == ""
 
 
 class TestWriteWhole:
@@ -528,7 +639,7 @@ class TestPlanRing:
         assert plan.slot_bytes >= LAYOUT.size_bytes(100)
 
     def test_the_cap_makes_slots_smaller_not_fewer(self) -> None:
-        big = Layout(num_boundaries=3, hidden_size=7168, dtype="BF16", last_kind="both")
+        big = SlotLayout(dataclasses.replace(STATES, hidden_size=7168, dtype="BF16"))
         plan = plan_ring(layout=big, forward_rows=65536, num_slots=4, total_bytes=None, pinned=True)
         assert plan.total_bytes == 4 << 30
         assert plan.num_slots == 4
@@ -536,7 +647,7 @@ class TestPlanRing:
         assert big.size_bytes(plan.slot_rows) <= plan.slot_bytes
 
     def test_a_ring_too_small_for_a_row_is_refused(self) -> None:
-        big = Layout(num_boundaries=8, hidden_size=16384, dtype="F32", last_kind="both")
+        big = SlotLayout(dataclasses.replace(STATES, hidden_size=1 << 16))
         with pytest.raises(RingError, match="SGLANG_HS_RING_BYTES"):
             plan_ring(layout=big, forward_rows=8192, num_slots=4, total_bytes=1 << 20, pinned=False)
 

@@ -17,6 +17,7 @@ from extractor.core.checks import (
     first_nonfinite,
     nonfinite_failure,
 )
+from extractor.core.failure import FailureKind
 from manifest.states import Reason
 
 
@@ -103,7 +104,7 @@ def test_a_dump_of_another_layout_is_refused_by_field(field: str, value: object)
     assert check_header(make_header(), make_ready()) is None
     failure = check_header(make_header(**{field: value}), make_ready())
     assert failure is not None
-    assert (failure.reason, failure.is_permanent) == (Reason.WRONG_LAYOUT, True)
+    assert (failure.reason, failure.kind) == (Reason.WRONG_LAYOUT, FailureKind.PERMANENT)
     assert f"dump 7: {field} is {value!r}, READY.json says" in failure.detail
 
 
@@ -113,17 +114,17 @@ def facts(**changes: object) -> ReplyFacts:
 
 
 @pytest.mark.parametrize(
-    ("reply", "reason", "is_permanent"),
+    ("reply", "reason", "kind"),
     [
         (facts(), None, None),
-        (facts(prompt_tokens=4), Reason.TRUNCATED, True),
-        (facts(prompt_tokens=6), Reason.TRUNCATED, True),
-        (facts(cached_tokens=1), Reason.CACHED, False),
+        (facts(prompt_tokens=4), Reason.TRUNCATED, FailureKind.PERMANENT),
+        (facts(prompt_tokens=6), Reason.TRUNCATED, FailureKind.PERMANENT),
+        (facts(cached_tokens=1), Reason.CACHED, FailureKind.SAMPLE),
     ],
 )
 def test_an_answer_proves_that_every_row_was_computed(
-    reply: ReplyFacts, reason: Reason | None, is_permanent: bool | None
+    reply: ReplyFacts, reason: Reason | None, kind: FailureKind | None
 ) -> None:
     failure = check_reply(reply, num_tokens=5)
     assert (failure.reason if failure else None) is reason
-    assert (failure.is_permanent if failure else None) is is_permanent
+    assert (failure.kind if failure else None) is kind

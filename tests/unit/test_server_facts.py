@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import make_identity, make_ready
 
+from extractor.core.errors import ConfigMismatch
+from extractor.core.identity import Identity
+from extractor.dumps.dump_reader import Rank
+from extractor.servers.client import ServerFacts
 from extractor.servers.server_facts import (
     BOUND,
     BOUND_SETTINGS,
@@ -16,6 +23,9 @@ from extractor.servers.server_facts import (
     facts_of_identity,
     was_updated,
 )
+from extractor.servers.target import Target, check_compatible
+from extractor.shards.dataset import dataset_document
+from server_patch.dump_format import MODEL_KEYS, Ready, decode_ready, encode_ready
 from server_patch.sglang_compat import NUMERIC_SETTINGS
 
 SETTINGS = {name: "before" for name in BOUND_SETTINGS | RESOLVED_SETTINGS} | {
@@ -33,13 +43,51 @@ def names(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [difference.name for difference in differences(before, now)]
 
 
+def another(name: str) -> Any:
+    """A value of that key of READY.json which is not the usual one."""
+    usual = make_ready().to_document()[name]
+    return "F32" if name == "dtype" else usual + 1 if isinstance(usual, int) else "other"
+
+
 @pytest.mark.parametrize("name", BOUND)
 def test_a_bound_field_that_changes_is_named_with_both_values(name: str) -> None:
-    (difference,) = differences(facts(), facts(**{name: "other"}))
+    (difference,) = differences(facts(), facts(**{name: another(name)}))
     assert difference.name == name
-    assert difference.now == "other"
+    assert difference.now == another(name)
     text = difference.to_text(before="was", now="is")
-    assert text.startswith(f"  {name}: was ") and text.endswith(", is other")
+    assert text.startswith(f"  {name}: was ") and text.endswith(f", is {another(name)}")
+
+
+@pytest.mark.parametrize("key", MODEL_KEYS)
+def test_every_fact_about_the_model_is_compared_recorded_and_kept(key: str) -> None:
+    """Of `ModelInfo` itself, so that a new field needs no further edit."""
+    ready = make_ready(**{key: another(key)})
+    assert decode_ready(encode_ready(ready)).model == ready.model != make_ready().model
+    one, other = (target_of(ready, number) for number, ready in enumerate((make_ready(), ready)))
+    with pytest.raises(ConfigMismatch, match=rf"  {key}: "):
+        check_compatible(one, other)
+    assert facts_of(ready)[key] == another(key)
+    begun = make_identity()
+    changed = replace(begun, model=ready.model)
+    document = json.loads(json.dumps(changed.to_document()))
+    assert document["model" if key == "model_path" else key] == another(key)
+    assert Identity.from_document(document) == changed
+    assert json.loads(dataset_document(changed, []))["model" if key == "model_path" else key]
+
+
+def target_of(ready: Ready, number: int) -> Target:
+    facts = ServerFacts(
+        model_path="m", tokenizer_path="m", context_length=100, max_input_tokens=None,
+        max_requests=None, version="v",
+    )  # fmt: skip
+    rank = Rank(directory=Path("d"), ready=replace(ready, boot_id=f"boot-{number}"))
+    return Target.of(f"http://server-{number}", facts, (rank,))
+
+
+def test_a_fact_that_an_older_version_did_not_keep_is_its_default() -> None:
+    document = make_identity().to_document()
+    del document["quantization"]
+    assert Identity.from_document(json.loads(json.dumps(document))) == make_identity()
 
 
 @pytest.mark.parametrize("name", sorted(BOUND_SETTINGS | RESOLVED_SETTINGS))

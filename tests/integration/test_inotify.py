@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from inotify_simple import flags
 
+from extractor.core.timings import ListingTimings
 from extractor.system import inotify
 from extractor.system.inotify import DirectoryWatch
 
@@ -26,8 +27,14 @@ def is_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return is_told
 
 
-def watch(*directories: Path) -> DirectoryWatch:
-    return DirectoryWatch(directories, is_wanted=lambda name: name.endswith(".dump"))
+#: Nothing is listed a second time while a test runs, unless it says that time passed.
+RARELY = ListingTimings(interval_s=3600.0)
+
+
+def watch(*directories: Path, timings: ListingTimings = RARELY) -> DirectoryWatch:
+    return DirectoryWatch(
+        directories, is_wanted=lambda name: name.endswith(".dump"), timings=timings
+    )
 
 
 def publish(directory: Path, name: str) -> None:
@@ -87,26 +94,22 @@ def test_a_directory_that_is_removed_is_missed_at_once(tmp_path: Path, is_told: 
         watcher.poll()
 
 
-def test_what_the_kernel_does_not_tell_is_listed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_kernel_does_not_tell_is_listed_later(tmp_path: Path) -> None:
     watcher = watch(tmp_path)
     assert watcher.poll() == []
     (tmp_path / "1.dump").write_bytes(b"written in place")
     assert watcher.poll() == []
-    monkeypatch.setattr(inotify, "LISTING_INTERVAL_S", 0.0)
+    watcher._listed_at -= RARELY.interval_s
     assert watcher.poll() == [(tmp_path, "1.dump")]
     assert watcher.poll() == []
 
 
-def test_a_listing_that_takes_long_is_made_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watcher = watch(tmp_path)
+def test_a_listing_that_takes_long_is_made_less_often(tmp_path: Path) -> None:
+    timings = ListingTimings(interval_s=1e-9)
+    watcher = watch(tmp_path, timings=timings)
     assert watcher.poll() == []
     (tmp_path / "1.dump").write_bytes(b"written in place")
-    monkeypatch.setattr(inotify, "LISTING_INTERVAL_S", 1e-9)
-    watcher._listing_s = 1e12 * inotify.LISTING_COST_S
+    watcher._listing_s = 1e12 * timings.cost_s
     assert watcher.poll() == []
     publish(tmp_path, "2.dump")
     assert watcher.poll() == [(tmp_path, "2.dump")]  # reported by inotify
@@ -126,7 +129,7 @@ async def test_without_inotify_listings_take_a_limited_share_of_the_time(
     monkeypatch.setattr(asyncio, "sleep", sleep)
     for watcher._listing_s in (0.0, 0.5):
         await watcher.wait()
-    assert pauses == [inotify.IDLE_INTERVAL_S, 0.5 * inotify.LISTING_PAUSES]
+    assert pauses == [RARELY.idle_pause_s, 0.5 * RARELY.pauses]
 
 
 def test_report_again_repeats_all_names_except_skipped_ones(tmp_path: Path, is_told: bool) -> None:

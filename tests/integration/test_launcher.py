@@ -12,18 +12,18 @@ import psutil
 import pytest
 
 import extractor.servers.launcher
-import extractor.system.process_tree
 from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageError, exit_code
+from extractor.core.timings import DEFAULT_TIMINGS, StopTimings, Timings
 from extractor.servers.client import Client
-from extractor.servers.launcher import Stage, free_port, running_server
-from extractor.servers.sglang_flags import ServeOptions
+from extractor.servers.launcher import StartStage, free_port, running_server
+from extractor.servers.sglang_flags import EngineOptions, PluginOptions, ServeOptions
 from extractor.system.process_tree import ServerProcess
 
 #: A server that comes up: the fake one, which says of its weights what SGLang says.
 GOOD = """
 import sys
 print("Load weight end. elapsed=1 s", flush=True)
-from extractor.testing.fake_server import main
+from extractor.testing.__main__ import main
 sys.argv = ["testing", "--dump-root", {root!r}, "--port", "{port}"]
 main()
 """
@@ -35,7 +35,7 @@ directory = pathlib.Path({root!r}) / os.environ["SGLANG_HS_BOOT_ID"] / "0"
 directory.mkdir(parents=True)
 (directory / "FAILED.json").write_text('{{"reason": "this model cannot"}}')
 os.environ["SGLANG_HS_BOOT_ID"] = "another"
-from extractor.testing.fake_server import main
+from extractor.testing.__main__ import main
 sys.argv = ["testing", "--dump-root", {root!r} + "-else", "--port", "{port}"]
 main()
 """
@@ -65,11 +65,14 @@ def options_for(
     script: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall_s: float = 120.0
 ) -> ServeOptions:
     options = ServeOptions(
-        model="m", port=free_port(), dump_root=root, log_path=tmp_path / "log", stall_s=stall_s
+        engine=EngineOptions(model="m", port=free_port()),
+        plugin=PluginOptions(dump_root=root),
+        log_path=tmp_path / "log",
+        stall_s=stall_s,
     )
-    text = script.format(root=str(root), port=options.port) if "{" in script else script
+    text = script.format(root=str(root), port=options.engine.port) if "{" in script else script
     monkeypatch.setattr(
-        ServeOptions, "command", lambda self, python, engine_version: [sys.executable, "-c", text]
+        EngineOptions, "command", lambda self, python, engine_version: [sys.executable, "-c", text]
     )
     return options
 
@@ -81,7 +84,7 @@ async def test_a_server_passes_every_stage_and_is_gone_after_the_block(
     options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
     async with running_server(options, report=notes.append) as server:
         told = "\n".join(notes)
-        assert [stage for stage in Stage if stage.title in told] == list(Stage)
+        assert [stage for stage in StartStage if stage.title in told] == list(StartStage)
         assert server.target.ready.boot_id.count("-") == 2  # the one that we named
         async with Client(server.url, concurrency=1, request_timeout_s=5) as client:
             assert await client.is_answering()
@@ -113,7 +116,7 @@ async def test_a_stall_names_the_stage_the_last_line_and_what_to_try(
     (message,) = [note for note in notes if "stalled" in note][:1]
     assert "since 'log growing'" in message
     assert "loading shard 3 of 9" in message
-    assert Stage.LOGGING.advice in message
+    assert StartStage.LOGGING.advice in message
 
 
 async def test_a_server_that_dies_is_reported_with_the_end_of_its_log(
@@ -135,13 +138,17 @@ async def test_a_plugin_that_gives_up_ends_the_start_with_its_reason(
     assert list(dump_root.iterdir()) == []
 
 
-async def start(options: ServeOptions, log: Path) -> tuple[asyncio.Task[None], psutil.Process]:
+async def start(
+    options: ServeOptions, log: Path, timings: Timings = DEFAULT_TIMINGS
+) -> tuple[asyncio.Task[None], psutil.Process]:
     """Begin to run a server that never comes up; its child, whose pid the log tells second."""
     logged = asyncio.Event()
 
     async def run() -> None:
         async with running_server(
-            options, report=lambda text: logged.set() if "log growing" in text else None
+            options,
+            report=lambda text: logged.set() if "log growing" in text else None,
+            timings=timings,
         ):
             raise AssertionError("it cannot be up")
 
@@ -153,9 +160,9 @@ async def start(options: ServeOptions, log: Path) -> tuple[asyncio.Task[None], p
 async def test_the_whole_process_tree_ends_with_the_block(
     dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extractor.system.process_tree, "STOP_PATIENCE_S", 0.5)
     options = options_for(FAMILY, dump_root, tmp_path, monkeypatch)
-    task, child = await start(options, tmp_path / "log")
+    timings = Timings(stop=StopTimings(server_s=0.5))
+    task, child = await start(options, tmp_path / "log", timings)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -189,7 +196,7 @@ async def test_a_taken_port_is_refused_before_anything_is_started(
 ) -> None:
     options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
     listener = await asyncio.start_server(
-        lambda reader, writer: writer.close(), "127.0.0.1", options.port
+        lambda reader, writer: writer.close(), "127.0.0.1", options.engine.port
     )
     try:
         with pytest.raises(UsageError, match="--port"):

@@ -6,10 +6,10 @@ import errno
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import change_ready
 
 from extractor.core.errors import BadDumpDir, PluginError, UsageError
 from extractor.dumps import discovery
@@ -29,23 +29,23 @@ async def announced(dump_root: Path) -> tuple[Path, Ready]:
 async def test_a_process_is_alive_by_pid_and_start_time(dump_root: Path) -> None:
     _, ready = await announced(dump_root)
     assert is_alive(ready)
-    assert not is_alive(replace(ready, pid_start_ticks=ready.pid_start_ticks + 1))
-    assert not is_alive(replace(ready, pid=2**22 + 1))
+    assert not is_alive(change_ready(ready, pid_start_ticks=ready.process.start_ticks + 1))
+    assert not is_alive(change_ready(ready, pid=2**22 + 1))
 
 
 async def test_a_process_of_another_pid_namespace_cannot_be_called_dead(dump_root: Path) -> None:
     _, ready = await announced(dump_root)
-    dead = replace(ready, pid_start_ticks=1, pid_namespace=os.readlink("/proc/self/ns/pid"))
+    dead = change_ready(ready, pid_start_ticks=1, pid_namespace=os.readlink("/proc/self/ns/pid"))
     assert not is_alive(dead)
-    assert is_alive(replace(dead, pid_namespace="pid:[1]"))
+    assert is_alive(change_ready(dead, pid_namespace="pid:[1]"))
 
 
 async def test_a_dead_server_is_told_from_one_that_never_was(dump_root: Path) -> None:
     with pytest.raises(BadDumpDir, match="holds no server's dumps"):
         ranks_of(scan_writers(dump_root), url="http://127.0.0.1:1", model_path="m")
     path, ready = await announced(dump_root)
-    path.write_bytes(encode_ready(replace(ready, pid_start_ticks=1)))
-    with pytest.raises(PluginError, match=f"are dead .pid {ready.pid}"):
+    path.write_bytes(encode_ready(change_ready(ready, pid_start_ticks=1)))
+    with pytest.raises(PluginError, match=f"are dead .pid {ready.process.pid}"):
         ranks_of(scan_writers(dump_root), url="http://127.0.0.1:1", model_path="m")
 
 
@@ -120,7 +120,7 @@ async def test_the_only_live_writer_is_not_taken_for_a_server_that_dumps_elsewhe
     server = FakeServer(dump_root)
     async with server.running():
         seen = scan_writers(dump_root)
-        model = seen.alive[0].ready.model_path
+        model = seen.alive[0].ready.model.path
         url = "http://127.0.0.1:1"
         monkeypatch.setattr(discovery, "_dump_root_of_server", lambda _: "/elsewhere")
         with pytest.raises(BadDumpDir, match=r"dumps under /elsewhere, not .*Write --dump-dir"):

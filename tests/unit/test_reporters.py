@@ -14,10 +14,10 @@ from datetime import datetime
 import pytest
 from helpers import Notes
 
-from extractor.core.counters import Counters, Moment, Rows, ServerNow
+from extractor.core.counters import Counters, InputRows, Moment, ServerNow
+from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.reporters import (
-    LEAST_BAR,
-    LINE_INTERVAL_S,
+    MIN_BAR,
     BarReporter,
     JsonReporter,
     LineReporter,
@@ -40,9 +40,9 @@ def test_lines_come_at_intervals_however_often_the_run_reports() -> None:
     stream, clock = io.StringIO(), Clock()
     reporter = LineReporter(stream, clock=clock)
     counters = Counters(
-        rows=Rows(total=10, settled_before=2, stored=1, failed_by_reason=ONE_FAILED)
+        rows=InputRows(total=10, settled_before=2, stored=1, failed_by_reason=ONE_FAILED)
     )
-    for _ in range(int(3.5 * LINE_INTERVAL_S)):
+    for _ in range(int(3.5 * DEFAULT_TIMINGS.status.line_interval_s)):
         clock.now += 1
         reporter.update(counters)
     lines = stream.getvalue().splitlines()
@@ -72,7 +72,9 @@ def test_a_bar_shows_what_is_settled_over_all_sessions() -> None:
     reporter = BarReporter(stream)
     reporter.close()  # before anything was shown
     reporter.update(
-        Counters(rows=Rows(total=200, settled_before=50, stored=49, failed_by_reason=ONE_FAILED))
+        Counters(
+            rows=InputRows(total=200, settled_before=50, stored=49, failed_by_reason=ONE_FAILED)
+        )
     )
     reporter.report("a row failed")
     reporter.close()
@@ -83,7 +85,7 @@ def test_a_bar_shows_what_is_settled_over_all_sessions() -> None:
 def test_a_bar_that_is_begun_again_takes_nothing_for_done_since() -> None:
     """After a wait for a server; tqdm's estimate is of what came behind `initial`."""
     reporter = BarReporter(Terminal())
-    reporter.update(Counters(rows=Rows(total=200, settled_before=50, stored=100)))
+    reporter.update(Counters(rows=InputRows(total=200, settled_before=50, stored=100)))
     assert reporter._bar is not None
     assert reporter._bar.initial == reporter._bar.n == 150
     reporter.close()
@@ -91,7 +93,7 @@ def test_a_bar_that_is_begun_again_takes_nothing_for_done_since() -> None:
 
 @pytest.mark.parametrize("num_rows", [20_000, 10_000_000])
 def test_where_there_is_little_room_the_figures_that_matter_stay(num_rows: int) -> None:
-    counters = Counters(rows=Rows(total=num_rows, stored=num_rows // 4), tokens=10**9)
+    counters = Counters(rows=InputRows(total=num_rows, stored=num_rows // 4), tokens=10**9)
     counters.pace.started -= 1000
     counters.pace.note(0.0, tokens=0, rows=0)
     counters.pace.note(1.0, tokens=153_326, rows=0)
@@ -116,7 +118,7 @@ def test_where_there_is_little_room_the_figures_that_matter_stay(num_rows: int) 
         os.close(ours)
         assert len(shown[columns]) <= columns
         bar = shown[columns].split("|")[1]
-        assert len(bar) >= (LEAST_BAR if columns > 60 else 1)
+        assert len(bar) >= (MIN_BAR if columns > 60 else 1)
         assert "1 failed" in shown[columns]
     assert "12/16 in flight" in shown[80]
     assert ("153,326 tok/s" in shown[80]) == (num_rows == 20_000)
@@ -125,13 +127,13 @@ def test_where_there_is_little_room_the_figures_that_matter_stay(num_rows: int) 
 
 def test_rates_are_over_this_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 110.0)
-    rows = Rows(total=3000, settled_before=700, stored=926)
+    rows = InputRows(total=3000, settled_before=700, stored=926)
     counters = Counters(rows=rows, tokens=1000, stored_bytes=38_000_000)
     counters.pace.started = 100.0
     assert (counters.tokens_per_s, counters.bytes_per_s) == (100.0, 3_800_000.0)
     clock = Clock()
     reporter = LineReporter(stream := io.StringIO(), clock=clock)
-    clock.now += LINE_INTERVAL_S
+    clock.now += DEFAULT_TIMINGS.status.line_interval_s
     reporter.update(counters)
     assert stream.getvalue().startswith("1,626/3,000 rows, 0 failed, ")
     assert stream.getvalue().endswith("mean 100 tok/s, 3.8 MB/s\n")
@@ -141,9 +143,9 @@ def test_a_log_for_programs_has_one_object_a_line() -> None:
     stream, clock = io.StringIO(), Clock()
     reporter = JsonReporter(stream, clock=clock)
     reporter.report("a row failed\nbadly", event="row_failed", level="warning", line=3)
-    counters = Counters(rows=Rows(total=10, stored=1, failed_by_reason=ONE_FAILED))
+    counters = Counters(rows=InputRows(total=10, stored=1, failed_by_reason=ONE_FAILED))
     reporter.update(counters)
-    clock.now += LINE_INTERVAL_S
+    clock.now += DEFAULT_TIMINGS.status.line_interval_s
     reporter.update(counters)
     reporter.close()
     failed, progress = map(json.loads, stream.getvalue().splitlines())

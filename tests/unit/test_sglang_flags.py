@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 
 from extractor.core.errors import UsageError
-from extractor.servers.sglang_flags import PRESETS, ServeOptions, graph_arguments
-from server_patch.settings import Settings
+from extractor.servers.sglang_flags import (
+    PRESETS,
+    EngineOptions,
+    PluginOptions,
+    ServeOptions,
+    graph_arguments,
+)
+from server_patch.settings import Settings, WriterSettings
 
 
-def options(**changes: Any) -> ServeOptions:
-    return ServeOptions(model="m", **changes)
+def engine(**changes: Any) -> EngineOptions:
+    return EngineOptions(model="m", **changes)
 
 
 @pytest.mark.parametrize(
@@ -28,12 +34,12 @@ def test_graphs_are_off_in_both_phases_in_every_version(version: str, old: bool)
     found = graph_arguments(version)
     assert len(found) == 2
     assert ("--disable-cuda-graph" in found) is old
-    command = options().command("python", engine_version=version)
+    command = engine().command("python", engine_version=version)
     assert set(found) <= set(command)
 
 
 def test_the_command_is_ours_then_the_presets_then_the_users() -> None:
-    command = options(
+    command = engine(
         port=1234, host="0.0.0.0", preset="multi-gpu", arguments=("--tp", "8")
     ).command("/py", engine_version="0.5.23")
     assert command[:9] == [
@@ -46,32 +52,34 @@ def test_the_command_is_ours_then_the_presets_then_the_users() -> None:
 
 @pytest.mark.parametrize("radix_cache", [True, False])
 def test_the_prefix_cache_is_off_unless_asked_for(radix_cache: bool) -> None:
-    command = options(radix_cache=radix_cache).command("p", engine_version="0.5.23")
+    command = engine(radix_cache=radix_cache).command("p", engine_version="0.5.23")
     assert ("--disable-radix-cache" in command) is not radix_cache
 
 
 def test_the_plugin_understands_the_variables_it_is_given(tmp_path: Path) -> None:
-    made = options(
+    plugin = PluginOptions(
         dump_root=tmp_path, layers="3,31,59", last_kind="both", ring_bytes=1 << 20, ring_slots=3,
         num_writers=5, file_mode="660",
-    ).environment({"PATH": "/bin", "NCCL_PROTO": "x"}, boot_id="boot-1")  # fmt: skip
+    )  # fmt: skip
+    made = ServeOptions(engine=engine(), plugin=plugin).environment(
+        {"PATH": "/bin", "NCCL_PROTO": "x"}, boot_id="boot-1"
+    )
     assert made["PATH"] == "/bin"
     assert made["NCCL_PROTO"] == "x"
     assert Settings.from_environ(made) == Settings(
-        dump_dir=tmp_path, boundaries=(3, 31, 59), last_kind="both", ring_bytes=1 << 20,
-        ring_slots=3, num_writers=5, file_mode=0o660, boot_id="boot-1",
+        dump_dir=tmp_path, boundaries=(3, 31, 59), last_kind="both", file_mode=0o660,
+        writers=WriterSettings(ring_bytes=1 << 20, ring_slots=3, num_writers=5), boot_id="boot-1",
     )  # fmt: skip
 
 
 def test_a_relative_dump_root_is_made_absolute() -> None:
-    made = options(dump_root=Path("here")).plugin_environment(boot_id="b")
+    made = PluginOptions(dump_root=Path("here")).environment(boot_id="b")
     assert Path(made["SGLANG_HS_DUMP_DIR"]).is_absolute()
 
 
 def test_a_preset_sets_what_it_says() -> None:
-    made = options(preset="multi-gpu").environment({}, boot_id="b")
-    assert made["NCCL_PROTO"] == "LL"
-    assert "NCCL_PROTO" not in options().environment({}, boot_id="b")
+    assert engine(preset="multi-gpu").environment()["NCCL_PROTO"] == "LL"
+    assert "NCCL_PROTO" not in engine().environment()
     assert set(PRESETS) == {"none", "multi-gpu"}
 
 
@@ -82,6 +90,18 @@ def test_a_preset_sets_what_it_says() -> None:
         ({"arguments": ("--port=1",)}, "give --port to"),
         ({"arguments": ("--tp", "2", "--speculative-algorithm=EAGLE")}, "--speculative-algorithm"),
         ({"preset": "other"}, "unknown preset"),
+    ],
+)
+def test_an_engine_that_cannot_work_is_refused_before_anything_starts(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        engine(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"layers": "a,b"}, "a,b"),
         ({"layers": "3,2"}, "ascend"),
         ({"last_kind": "none"}, "post, pre or both"),
@@ -89,11 +109,11 @@ def test_a_preset_sets_what_it_says() -> None:
         ({"ring_slots": 1}, "2..64"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_starts(
+def test_a_capture_that_cannot_work_is_refused_before_anything_starts(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        options(**changes)
+        PluginOptions(**changes)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +128,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     ],
 )
 def test_the_address_of_a_server_is_a_url_that_reaches_it(host: str, url: str) -> None:
-    started = options(host=host)
+    started = engine(host=host)
     assert started.url == url
     command = started.command("p", engine_version="0.5.23")
     assert command[command.index("--host") + 1] == host
@@ -117,4 +137,4 @@ def test_the_address_of_a_server_is_a_url_that_reaches_it(host: str, url: str) -
 @pytest.mark.parametrize("host", ["", "[::1]", "256.1.1.1", "-x-", "a b", "http://gpu-1"])
 def test_an_invalid_host_is_refused(host: str) -> None:
     with pytest.raises(UsageError, match="--host"):
-        options(host=host)
+        engine(host=host)

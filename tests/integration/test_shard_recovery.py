@@ -7,18 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import Notes, assert_whole, make_prompts, options_for, write_prompts
+from helpers import Notes, assert_whole, make_prompts, options_for, run, write_prompts
 
 from extractor.core.errors import UsageError
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import RunOptions
-from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from extractor.verify.repair import audit_and_repair
 from manifest.store import Store
 
-pytestmark = pytest.mark.usefixtures("quick_retries")
 PROMPTS = make_prompts(12, shortest=20)
 
 
@@ -81,7 +79,7 @@ async def test_shards_without_their_manifest_are_not_written_over(
             await run(again, notes)
         assert "Restore manifest.sqlite from a copy, or name another --out" in str(caught.value)
         assert sorted(before)[0] in str(caught.value)
-        (finding,) = audit(options.output.directory).findings
+        (finding,) = audit(options.output.directory).findings.all
         assert (finding.kind, says in finding.detail) == ("manifest_damaged", True)
         _, repair = audit_and_repair(options.output.directory)
         assert says in (repair.refused or "")
@@ -115,8 +113,8 @@ async def test_a_repair_says_that_it_leaves_unknown_shards_alone(options: RunOpt
     stray = source.with_name("shard-000777.safetensors")
     shutil.copy(source, stray)
     found, repair = audit_and_repair(options.output.directory)
-    assert [finding.kind for finding in found.findings] == ["shard_unknown"]
-    assert repair.unknown == (str(stray),)
+    assert [finding.kind for finding in found.findings.all] == ["shard_unknown"]
+    assert repair.unknown == [str(stray)]
     assert "left alone 1 file that this data set did not write" in repair.to_text()
     assert str(stray) in repair.to_text()
     assert stray.read_bytes() == source.read_bytes()

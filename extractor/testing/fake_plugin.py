@@ -1,0 +1,181 @@
+"""Writes what the plugin would write, for a fake model and with faults."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from extractor.core.layout import Layout
+from extractor.core.rids import RID_PREFIX
+from extractor.system.process_id import process_start_ticks
+from extractor.testing.fake_model import FakeModel, fake_states
+from extractor.testing.faults import Fault
+from server_patch.dump_format import (
+    READY_NAME,
+    CaptureInfo,
+    DumpHeader,
+    EngineInfo,
+    ErrorRecord,
+    LastKind,
+    ModelInfo,
+    ProcessInfo,
+    Ready,
+    StateLayout,
+    WeightsInfo,
+    dump_name,
+    encode_error,
+    encode_header,
+    encode_ready,
+    error_name,
+)
+
+
+class FakePlugin:
+    """One rank directory and its dumps."""
+
+    def __init__(
+        self, dump_root: Path, *, model: FakeModel, chunk_tokens: int, boot_id: str | None
+    ) -> None:
+        """`chunk_tokens` > 0 cuts prompts into pieces of at most that many rows, out of order."""
+        self.model = model
+        self.boot_id = boot_id or secrets.token_hex(4)
+        self.directory = dump_root / self.boot_id / "0"
+        self._chunk_tokens = chunk_tokens
+        self._counter = count()
+
+    def announce(self, host: str, port: int) -> None:
+        """Write READY.json for a server that listens there."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        pid = os.getpid()
+        start_ticks = process_start_ticks(pid)
+        assert start_ticks is not None
+        layout = self.model.layout
+        ready = Ready(
+            boot_id=self.boot_id,
+            rank=0,
+            process=ProcessInfo(
+                pid=pid,
+                start_ticks=start_ticks,
+                started_at="1970-01-01T00:00:00+00:00",
+                host=host,
+                port=port,
+            ),
+            engine=EngineInfo(
+                version="fake",
+                tp_size=1,
+                dp_size=1,
+                chunked_prefill_size=self._chunk_tokens or -1,
+                radix_cache=False,
+                kv_cache_dtype=self.model.kv_cache_dtype,
+                settings=self.model.settings,
+            ),
+            model=ModelInfo(
+                path=self.model.model_path,
+                architecture="FakeForCausalLM",
+                config_digest="fake",
+                vocab_size=self.model.vocab_size,
+                num_layers=self.model.num_layers,
+                hidden_size=layout.hidden_size,
+                dtype=layout.dtype,
+            ),
+            weights=WeightsInfo(
+                id=self.model.weights, layout="fake", version=self.model.weight_version
+            ),
+            capture=CaptureInfo(
+                plugin_version="fake",
+                boundaries=layout.boundaries,
+                last_kind=_last_kind(layout),
+                method="fake",
+                rid_prefix=RID_PREFIX,
+                ring_bytes=0,
+                num_writers=0,
+            ),
+        )
+        self._publish(READY_NAME, encode_ready(ready))
+
+    def dump(self, rid: str, ids: npt.NDArray[np.int32], fault: Fault | None = None) -> None:
+        """Write what the plugin would write for one request, with one fault."""
+        if fault is Fault.NO_DUMP:
+            return
+        if fault is Fault.ERROR_RECORD:
+            record = ErrorRecord(rid=rid, start=0, reason="no space left on device")
+            self._publish(error_name(next(self._counter)), encode_error(record))
+            return
+        states = fake_states(ids, self.model.layout, checkpoint=self.model.checkpoint)
+        if fault is Fault.NONFINITE:
+            states["aux"].view(np.uint8)[:] = 0xFF  # every dtype's all-ones pattern is a NaN
+        if fault is Fault.WRONG_IDS:
+            ids = ids.copy()
+            ids[-1] += 1
+        end = len(ids) - (fault is Fault.SHORT_DUMP)
+        begin = 1 if fault is Fault.CACHED else 0
+        step = self._chunk_tokens or len(ids)
+        # Last piece first: nothing may depend on the order in which pieces appear.
+        for start in reversed(range(begin, end, step)):
+            for _ in range(2 if fault is Fault.DOUBLE_DUMP else 1):
+                self._dump_piece(rid, ids, states, start, min(start + step, end), fault)
+
+    def _dump_piece(
+        self,
+        rid: str,
+        ids: npt.NDArray[np.int32],
+        states: Mapping[str, npt.NDArray[Any]],
+        start: int,
+        end: int,
+        fault: Fault | None,
+    ) -> None:
+        layout = self.model.layout
+        counter = next(self._counter)
+        boundaries = layout.boundaries
+        if fault is Fault.WRONG_BOUNDARIES:
+            boundaries = tuple(boundary + 1 for boundary in boundaries)
+        header = DumpHeader(
+            rid=rid,
+            start=start,
+            rows=end - start,
+            layout=StateLayout(
+                boundaries=boundaries,
+                hidden_size=layout.hidden_size,
+                dtype=layout.dtype,
+                last_kind=_last_kind(layout),
+            ),
+            boot_id=self.boot_id,
+            rank=0,
+            counter=counter,
+            weights=self.model.weights,
+        )
+        parts = [encode_header(header)]
+        parts += [states[name][start:end].tobytes() for name in layout.state_names]
+        parts.append(ids[start:end].astype("<i4").tobytes())
+        data = b"".join(parts)
+        if fault is Fault.TORN_DUMP:
+            data = data[: len(data) // 2]
+        try:
+            self._publish(dump_name(counter), data)
+        except OSError as error:
+            # As the plugin does: an error record, or, where not even that fits, nothing.
+            record = ErrorRecord(rid=rid, start=start, reason=str(error))
+            with suppress(OSError):
+                self._publish(error_name(next(self._counter)), encode_error(record))
+
+    def _publish(self, name: str, data: bytes) -> None:
+        temporary = self.directory / f".tmp-{name}"
+        try:
+            temporary.write_bytes(data)
+            temporary.rename(self.directory / name)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _last_kind(layout: Layout) -> LastKind:
+    assert layout.last_kind in ("post", "pre", "both")
+    return layout.last_kind  # type: ignore[return-value]
