@@ -43,7 +43,7 @@ class JsonObject(Text):
         return document
 
 
-class Moment(Text):
+class IsoTime(Text):
     """A date or time in ISO 8601."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -158,7 +158,7 @@ _OPTIONS = (
     ),
     click.option(
         "--now",
-        type=Moment(),
+        type=IsoTime(),
         default=None,
         metavar="ISO8601",
         help="Time for chat templates that write the date; UTC if it has no offset.  "
