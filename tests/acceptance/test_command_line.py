@@ -551,7 +551,7 @@ def test_the_log_names_the_session_with_v_and_each_prompt_with_vv(
     quiet = tool.run(prompts_path, tmp_path / "a", fake)
     assert len(quiet.stderr.splitlines()) == 1
     one = tool.run(prompts_path, tmp_path / "b", fake, "-v").stderr
-    assert " INFO extractor.shards.mover: shard sealed shard=0 samples=12\n" in one
+    assert " INFO extractor.shards.sequence: shard sealed shard=0 samples=12\n" in one
     assert " DEBUG " not in one
     two = tool.run(prompts_path, tmp_path / "c", fake, "-vv").stderr
     assert (
