@@ -18,7 +18,7 @@ from prompts.dialects import Ids, RenderedText, check_parts, decode_row, label_o
 from prompts.inputs import RawRow
 from prompts.reading_options import DEFAULTS, ReadingOptions
 from prompts.thinking import THINK_END
-from prompts.token_bound import BYTES_PER_TOKEN, MAX_WHOLE_CHARS, TokenBound
+from prompts.token_bound import BYTES_PER_TOKEN, TokenBound
 from prompts.token_offsets import Encoding, Span, has_split_start, mark_spans
 from prompts.tokenizer import ChatTokenizer
 from prompts.types import Alteration, BadRow, Prompt, RowError, RowReason
@@ -194,8 +194,8 @@ class Renderer:
             return
         if len(texts) > bound.too_many or self._tokenizer.has_more_tokens(texts, bound.too_many):
             raise RowError(RowReason.TOO_LONG, f"more than {bound.too_many} tokens")
-        if sum(map(len, texts)) > max(MAX_WHOLE_CHARS, BYTES_PER_TOKEN * bound.max_tokens):
-            detail = f"more than {MAX_WHOLE_CHARS} characters, in few and long tokens"
+        if sum(map(len, texts)) > max(bound.max_whole_chars, BYTES_PER_TOKEN * bound.max_tokens):
+            detail = f"more than {bound.max_whole_chars} characters, in few and long tokens"
             raise RowError(RowReason.ROW_TOO_LARGE, detail)
 
     def _encoding(self, draft: _Draft | BadRow) -> Encoding | BadRow | None:
@@ -204,7 +204,7 @@ class Renderer:
         if not self.bound.keeps_beginning or self.bound.is_near([draft.text]):
             return self._tokenizer.encode(draft.text)
         try:
-            return self._tokenizer.encode_beginning(draft.text, self.bound.max_tokens)
+            return self._tokenizer.encode_beginning(draft.text, self.bound)
         except RowError as exc:
             return _bad_row(draft.row, draft.label, exc)
 

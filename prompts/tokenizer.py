@@ -32,7 +32,7 @@ from prompts.messages import (
     shows_tool_call,
 )
 from prompts.reading_options import TemplateOptions
-from prompts.token_bound import BYTES_PER_TOKEN, MAX_WHOLE_CHARS
+from prompts.token_bound import BYTES_PER_TOKEN, TokenBound
 from prompts.token_offsets import Encoding, Span, TokenPlaces
 from prompts.types import RowError, RowReason, TokenizerError
 
@@ -268,20 +268,21 @@ class ChatTokenizer:
                     return True
         return False
 
-    def encode_beginning(self, text: str, num_tokens: int) -> Encoding:
-        """Tokenise enough of the beginning of a text to fix its first `num_tokens` tokens.
+    def encode_beginning(self, text: str, bound: TokenBound) -> Encoding:
+        """Tokenise enough of the beginning of a text to fix its first `bound.max_tokens` tokens.
 
         They are fixed once enough words follow, since a tokenizer looks ahead at most into the next
-        word. Raises `RowError` (too_long) if that takes more than `MAX_WHOLE_CHARS` characters.
+        word. Raises `RowError` (too_long) if that takes more than `bound.max_whole_chars`
+        characters.
         """
-        num_chars = BYTES_PER_TOKEN * num_tokens
+        num_chars = BYTES_PER_TOKEN * bound.max_tokens
         while num_chars < len(text):
             beginning = text[:num_chars]
             if self._encode_fast is not None:
                 encoded = self._encode_fast(beginning)
-                if self._num_words(encoded, num_tokens) > WORDS_BEHIND:
+                if self._num_words(encoded, bound.max_tokens) > WORDS_BEHIND:
                     return self._encoding(beginning, encoded)
-                if num_chars >= MAX_WHOLE_CHARS:
+                if num_chars >= bound.max_whole_chars:
                     detail = f"more than {num_chars} characters without words: cut it before"
                     raise RowError(RowReason.TOO_LONG, detail)
             num_chars *= 2
