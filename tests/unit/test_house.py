@@ -10,6 +10,8 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -31,9 +33,10 @@ def trees(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
             yield path.relative_to(ROOT), ast.parse(path.read_bytes())
 
 
-def classes() -> Iterator[ast.ClassDef]:
-    for _, tree in trees(*PACKAGES):
-        yield from (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+@cache
+def classes() -> list[ast.ClassDef]:
+    nodes = chain.from_iterable(ast.walk(tree) for _, tree in trees(*PACKAGES))
+    return [node for node in nodes if isinstance(node, ast.ClassDef)]
 
 
 def repeated(names: Iterable[str]) -> set[str]:
@@ -42,8 +45,9 @@ def repeated(names: Iterable[str]) -> set[str]:
 
 def modules_of_the_same_name() -> set[str]:
     """Packages count as modules."""
-    paths = [path for path, _ in trees(*PACKAGES) if path.name != "__main__.py"]
-    return repeated(p.parent.name if p.name == "__init__.py" else p.stem for p in paths)
+    paths = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py")]
+    names = [path.parent.name if path.stem == "__init__" else path.stem for path in paths]
+    return repeated(name for name in names if name != "__main__")
 
 
 def classes_of_the_same_name() -> set[str]:
@@ -59,7 +63,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
                 if "ClassVar" not in ast.unparse(annotation):
                     found.add(name)
             case ast.Assign(targets=[ast.Name("__slots__")], value=value):
-                found |= {n.value for n in ast.walk(value) if isinstance(n, ast.Constant)}
+                found |= {str(n.value) for n in ast.walk(value) if isinstance(n, ast.Constant)}
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 found |= {
                     inner.attr
