@@ -54,7 +54,7 @@ from extractor.servers.sglang_flags import (
     PluginOptions,
     ServeOptions,
 )
-from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
+from extractor.status.prometheus import DEFAULT_HOST, Metrics, served_metrics
 from extractor.status.reporters import Together, reporter_for
 
 
@@ -254,10 +254,10 @@ def run_command(
     with ExitStack() as stack:
         if metrics_port is not None:
             metrics = Metrics()
-            server = stack.enter_context(
-                MetricsServer(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
+            url = stack.enter_context(
+                served_metrics(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
             )
-            reporter.report(f"metrics at {server.url}")
+            reporter.report(f"metrics at {url}")
             reporter = Together(reporter, metrics)
         summary = run_async(
             _run(options, serve_options, reporter, timings, is_named=bool(server_urls)),
