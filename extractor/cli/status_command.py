@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live as LiveDisplay
 
 from extractor.cli.console import print_json
-from extractor.cli.options import OUT_ARGUMENT
+from extractor.cli.options import OUT_ARGUMENT, Command
 from extractor.core.errors import UsageError
 from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.overview import failed_table, read_status
@@ -19,7 +19,7 @@ from extractor.status.report import totals_table
 from extractor.status.watcher import watch
 
 
-@click.command("status")
+@click.command("status", cls=Command)
 @OUT_ARGUMENT
 @click.option("--all", "all_failures", is_flag=True, help="List every failed row.")
 @click.option(

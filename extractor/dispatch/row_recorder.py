@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from extractor.core.admission import Refusal
 from extractor.core.counters import Counters
-from extractor.core.events import Report, Reporter
+from extractor.core.events import Reporter, ReportLine
 from extractor.core.failure import Failure
 from manifest.records import (
     Failed,
@@ -50,7 +50,7 @@ class RowRecorder:
         self._rejections_per_commit = rejections_per_commit
 
     @property
-    def report(self) -> Report:
+    def report(self) -> ReportLine:
         """Shows a line to a person."""
         return self._reporter.report
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from extractor.core.errors import UsageError
-from extractor.core.events import Report
+from extractor.core.events import ReportLine
 from extractor.core.humanize import counted
 from extractor.core.locations import MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.shards.format import shard_name
@@ -47,7 +47,7 @@ class Reconciled:
     next_number: int  # of a new shard
 
 
-async def reconcile(owner: StoreOwner, directory: Path, *, report: Report) -> Reconciled:
+async def reconcile(owner: StoreOwner, directory: Path, *, report: ReportLine) -> Reconciled:
     """Reopen shards whose end is gone, register those that were sealed, and list the open ones.
 
     Raises UsageError for shards that the manifest should know of and does not, OSError.

@@ -86,7 +86,7 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trace]:
         yield trace
     finally:
         sys.setprofile(before)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
 
 
 def stops() -> list[str]:

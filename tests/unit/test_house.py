@@ -63,7 +63,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
                 if "ClassVar" not in ast.unparse(annotation):
                     found.add(name)
             case ast.Assign(targets=[ast.Name("__slots__")], value=value):
-                found |= {n.value for n in ast.walk(value) if isinstance(n, ast.Constant)}
+                found |= {str(n.value) for n in ast.walk(value) if isinstance(n, ast.Constant)}
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 found |= {
                     inner.attr
