@@ -56,6 +56,7 @@ def test_an_interrupt_while_the_command_is_still_being_imported_is_130(tmp_path:
     assert (told["event"], told["message"], told["exit_status"]) == ("error", "interrupted", 130)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "p.jsonl", "--log-json"]])
 def test_a_signal_while_the_command_is_still_being_imported_is_130(
@@ -96,6 +97,7 @@ def test_a_signal_while_the_command_is_still_being_imported_is_130(
 # --- exit codes -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_done_and_clean_is_0(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path) -> None:
     ran = tool.run(prompts_path, tmp_path / "out", fake)
     assert ran.returncode == 0
