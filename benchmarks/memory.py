@@ -108,7 +108,7 @@ async def readings(
 
 
 def writer_pids(ranks: Sequence[Rank]) -> Iterator[int]:
-    """The writer processes: the schedulers' children that run our scribe."""
+    """The writer processes: the schedulers' children that run `writer_process`."""
     for rank in ranks:
         for child in psutil.Process(rank.ready.process.pid).children():
             if any("server_patch.writer_process" in argument for argument in child.cmdline()):

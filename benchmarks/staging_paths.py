@@ -147,7 +147,7 @@ def _mapped(descriptor: int, size: int) -> torch.Tensor:
 def measure_copies(total_bytes: int) -> None:
     import torch
 
-    from server_patch.ring import Slot
+    from server_patch.ring import RingSlot
     from server_patch.staging import CudaStager
 
     source = torch.ones(total_bytes, dtype=torch.uint8, device="cuda")
@@ -166,7 +166,7 @@ def measure_copies(total_bytes: int) -> None:
         stream.synchronize()
 
     def drive() -> None:
-        slot = Slot(ring, 0)
+        slot = RingSlot(ring, 0)
         gathered = torch.cuda.Event()
         gathered.record()
         slot.source = (source, gathered)

@@ -1,9 +1,9 @@
-"""Opening the manifest's file, and SQLite's errors in our words.
+"""Opens the manifest's file, and explains SQLite's errors.
 
-Durability: WAL with `synchronous=FULL`. A commit is on the disk before it returns, which the
-client needs: it unlinks a dump only after the commit that says where its copy lies. (With NORMAL
-a power cut may drop the last commits, and a dropped one whose dump is gone is a lost sample.)
-Its cost, one fsync a commit, is shared by everything that a commit holds.
+Durability: WAL with `synchronous=FULL`. A commit is on the disk before it returns, as the client
+requires: it unlinks a dump only after the commit that names the place of its copy. (With NORMAL, a
+power cut may drop the last commits, and with them samples whose dumps are gone.) The cost is one
+fsync per commit, shared by all changes of the commit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from manifest.exceptions import (
 )
 from manifest.schema import migrations
 
-#: STRICT tables need 3.37; UPDATE FROM and what else is used is older.
+#: STRICT tables need 3.37; everything else is older.
 MIN_SQLITE = (3, 37, 0)
 
 
 def open_for_writing(path: Path) -> Database:
-    """Make the file and its tables where they are missing. Raises ManifestError."""
+    """Open the file; create it and its tables if they are missing. Raises ManifestError."""
     _require_sqlite()
     _require_regular_companions(path)
     with explained(path):
@@ -55,7 +55,7 @@ def open_for_writing(path: Path) -> Database:
 
 
 def open_for_reading(path: Path) -> Database:
-    """Open also while another process writes. Raises ManifestMissing, ManifestError."""
+    """Open for reading, also during writes. Raises ManifestMissing, ManifestError."""
     _require_sqlite()
     if not path.exists():
         raise ManifestMissing(
@@ -88,8 +88,10 @@ def open_for_reading(path: Path) -> Database:
 
 
 def _migrated_copy(connection: sqlite3.Connection) -> Database:
-    """An older manifest as this version writes it, in a temporary file that goes with its use: a
-    reader changes nothing. Closes `connection`."""
+    """Migrate a copy of an older manifest, in a temporary file that SQLite removes on closing.
+
+    A reader must not change the file itself. Closes `connection`.
+    """
     copy = sqlite3.connect("", isolation_level=None)
     try:
         connection.backup(copy)
@@ -104,8 +106,10 @@ def _migrated_copy(connection: sqlite3.Connection) -> Database:
 
 
 def _require_regular_companions(path: Path) -> None:
-    """Raise ManifestDamaged where SQLite would open something that is not a file beside `path`: it
-    would wait for the other end of a pipe."""
+    """Raise ManifestDamaged if a file that SQLite opens beside `path` is not a regular file.
+
+    SQLite would wait for the other end of a pipe.
+    """
     for suffix in ("-journal", "-wal", "-shm"):
         companion = path.with_name(path.name + suffix)
         if os.path.lexists(companion) and not stat.S_ISREG(os.lstat(companion).st_mode):

@@ -1,14 +1,14 @@
-"""What can be wrong with a manifest, for the people who call this package."""
+"""The errors of a manifest, for callers of this package."""
 
 from __future__ import annotations
 
 
 class ManifestError(Exception):
-    """The manifest cannot be used; the message says which file, why and what to do."""
+    """The manifest cannot be used; the message names the file, the cause and the next step."""
 
 
 class ManifestMissing(ManifestError):
-    """There is no manifest where one is needed."""
+    """The manifest does not exist."""
 
 
 class ManifestSpaceError(ManifestError):

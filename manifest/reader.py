@@ -71,7 +71,7 @@ class Reader:
     # --- the run as a whole ------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        """What the data set is of, by field name; empty for a new manifest."""
+        """The identity of the data set, by field name; empty for a new manifest."""
         fields = [self._sound(record) for record in self.checked_identity()]
         return {row["name"]: row["value"] for row in fields}
 
@@ -81,12 +81,12 @@ class Reader:
         return [decode_identity(row) for row in rows]
 
     def has_begun(self) -> bool:
-        """Whether a data set was begun here. Raises ManifestDamaged for rows without identity."""
+        """Whether the manifest has an identity. Raises ManifestDamaged for rows without one."""
         if self._fetch("SELECT 1 FROM identity LIMIT 1"):
             return True
         for table in ("sources", "prompts", "shards"):
             if self._fetch(f"SELECT 1 FROM {table} LIMIT 1"):
-                raise damaged(self.path, f"it has {table} but not what they are of")
+                raise damaged(self.path, f"it has {table} but no identity")
         return False
 
     def sources(self) -> list[Source]:
@@ -210,8 +210,7 @@ class Reader:
     def totals(self, *, with_alterations: bool = True) -> Totals:
         """From the tallies: takes no longer for many rows than for few.
 
-        Counting the alterations reads every row that has one: whoever asks again and again may
-        leave them out.
+        Counting the alterations reads every row that has one: leave them out when polling.
         """
         tallies = self._fetch(f"SELECT {', '.join(TALLY_COLUMNS)} FROM tallies")
         altered = self._fetch(

@@ -30,8 +30,6 @@ PROMPT_CHANGED = (
     "The stored samples are sound, but something has changed that the data set does not record, "
     "such as the version of a package. Use the original versions, or another --out."
 )
-#: Maximum number of rows remembered between batches, about 1 KB each.
-MAX_REMEMBERED = 4_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +40,24 @@ class RowBatch:
     shards: list[int]  # that hold a sample of these rows, before the batch or after it
 
 
-class Rows:
+class RowCache:
     """The rows of one writer: unfinished ones are remembered, others are loaded when needed.
 
     load: ordinals -> the rows of those that the file has.
     first_free: an ordinal above all in the file.
+    max_remembered: rows between batches, of about 1 KB each.
     """
 
-    def __init__(self, load: Callable[[Sequence[int]], Iterable[Row]], *, first_free: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[Sequence[int]], Iterable[Row]],
+        *,
+        first_free: int,
+        max_remembered: int = 4_000,
+    ) -> None:
         self._load = load
         self._first_free = first_free
+        self._max_remembered = max_remembered
         self._rows: dict[int, Row] = {}
 
     def fold(self, changes: Sequence[Change]) -> RowBatch:
@@ -79,7 +85,7 @@ class Rows:
         for row in written:
             if row.state.is_terminal:
                 del self._rows[row.ordinal]
-        if len(self._rows) > MAX_REMEMBERED:
+        if len(self._rows) > self._max_remembered:
             self._rows.clear()
 
 

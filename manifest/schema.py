@@ -1,7 +1,7 @@
 """Defines the manifest's tables as migrations. Never edit a migration that has shipped.
 
-`sources`  the input files                      `prompts`  one row an input row
-`identity` what the data set is of, name/JSON   `shards`   one row a shard file
+`sources`  the input files                      `prompts`  one row per input row
+`identity` of the data set, name and JSON       `shards`   one row per shard file
 `server_starts` each server start that a session extracted from, and the facts that it announced
 `canaries` states of the canary prompt, the reference for later server starts
 `tallies`  rows, tokens and bytes by state and reason, so that totals need no scan of all rows
@@ -226,7 +226,7 @@ def m006_checksums(db: Database) -> None:
 
 @migrations()
 def m007_three_states(db: Database) -> None:
-    # What was in flight when a session ended is sent again: it is PLANNED.
+    # Prompts that were in flight when a session ended are sent again: they are planned.
     names = (
         "alterations attempts detail digest key label line num_deaths num_pieces num_tokens "
         "num_trained offset ordinal part reason server shard size_bytes source state"

@@ -30,7 +30,7 @@ from manifest.decoding import (
 from manifest.exceptions import ManifestError
 from manifest.reader import Reader
 from manifest.records import Change, Forgotten, ServerStart, Shard, Source
-from manifest.row_changes import Rows
+from manifest.row_changes import RowCache
 
 
 class Store(Reader):
@@ -39,7 +39,7 @@ class Store(Reader):
     def __init__(self, database: Database, path: Path, *, is_writer: bool = False) -> None:
         super().__init__(database, path)
         self._is_writer = is_writer
-        self._rows: Rows | None = None  # what the last changes left; read again where None
+        self._rows: RowCache | None = None  # as the last changes left them; None: load again
 
     @classmethod
     def create_or_open(cls, path: Path) -> Store:
@@ -54,7 +54,7 @@ class Store(Reader):
         be copied, and read where nothing can be written."""
         if self._is_writer:
             self._is_writer = False  # closing twice is closing once
-            # Refused while somebody reads: then the WAL stays, which is as good.
+            # Refused while another process reads: then the WAL stays, which is as good.
             with suppress(sqlite3.OperationalError):
                 self._db.execute("PRAGMA journal_mode = DELETE")
         super().close()
@@ -62,7 +62,7 @@ class Store(Reader):
     # --- the run as a whole ------------------------------------------------------------------
 
     def begin(self, identity: Mapping[str, Any], sources: Iterable[Source]) -> None:
-        """Record what a new data set is of and which files it reads, in one transaction."""
+        """Record the identity and the input files of a new data set, in one transaction."""
         with self._writing():
             self._db.conn.executemany(
                 "INSERT INTO identity (name, value, checksum) VALUES (?, ?, ?)",
@@ -132,18 +132,18 @@ class Store(Reader):
     def _apply(self, changes: Sequence[Change]) -> None:
         if not changes:
             return
-        # Set again at the end: rows that were folded but not written are nothing to go on with.
+        # Set again at the end: rows that were folded but not written must not be used.
         rows, self._rows = self._rows or self._rows_in_file(), None
         batch = rows.fold(changes)
         bulk_write.write_batch(self._db.conn, batch)
         rows.forget_settled(batch.rows)
         self._rows = rows
 
-    def _rows_in_file(self) -> Rows:
+    def _rows_in_file(self) -> RowCache:
         connection = self._db.conn
         ((first_free,),) = connection.execute("SELECT COALESCE(MAX(ordinal) + 1, 0) FROM prompts")
         load = partial(bulk_write.read_rows, connection)
-        return Rows(load, first_free=first_free)
+        return RowCache(load, first_free=first_free)
 
     def reopen_failed(self) -> int:
         """Put every failed row back to PLANNED; return how many there were.
@@ -228,13 +228,13 @@ class Store(Reader):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One durable transaction, of more than changes of rows."""
+        """One durable transaction."""
         self._require_writer()
         with explained(self.path), self._db.atomic():
             try:
                 yield
             finally:
-                self._rows = None  # it may have changed any of them, or not have come about
+                self._rows = None  # the transaction may have changed any of them, or failed
 
     def _require_writer(self) -> None:
         if not self._is_writer:

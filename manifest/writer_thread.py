@@ -1,11 +1,10 @@
-"""The one thread that owns the manifest, for asyncio callers: batched commits.
+"""Writes the manifest in group commits, on one thread, for asyncio callers.
 
-A commit begins when somebody waits for one, and takes along all that was posted until then. What
-nobody waits for (that a row is planned, sent or dumped: a crash before it is written costs that the
-row is read or sent again, as it is after a crash anyway) waits for such a commit too, but not for
-long, so that other processes see a live manifest. Changes made while a commit is under way join the
-next one: a slow disk makes larger batches. A batch has an upper bound, so that a commit's time and
-what a crash can cost have one too.
+A commit starts when a caller waits for one, and includes everything posted until then. Changes that
+no caller waits for (a row is planned or retried: a crash before the commit only costs reading the
+row or sending the prompt again) wait for such a commit as well, but only briefly, so that other
+processes see the progress. Changes posted during a commit join the next one: a slow disk makes
+larger commits. Their size is bounded, and so are the time of a commit and the loss in a crash.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,15 +22,21 @@ from manifest.store import Store
 
 Result = TypeVar("Result")
 
-#: Most changes of one commit: some 10 ms of work beside its fsync.
-MAX_BATCH = 1000
-#: Longest that posted changes wait for company.
-LINGER_S = 0.2
+
+@dataclass(frozen=True, kw_only=True)
+class CommitBounds:
+    """The bounds of group commits."""
+
+    max_changes: int = 1000  # in one commit: about 10 ms of work besides its fsync
+    linger_s: float = 0.2  # for which posted changes wait for more
+
+
+DEFAULT_BOUNDS = CommitBounds()
 
 
 @dataclass(kw_only=True)
 class Commits:
-    """What group commit did, measured."""
+    """Measurements of all group commits."""
 
     count: int = 0
     changes: int = 0
@@ -56,29 +61,37 @@ class Commits:
         }
 
 
-class StoreOwner:
-    """Runs every call on the store's own thread, one after another.
+@dataclass(eq=False, kw_only=True)
+class _Pending:
+    """The posted changes that no commit has taken yet."""
 
-    `post` notes a change and returns at once, and it is durable within LINGER_S and the time of two
-    commits; `commit` returns when its changes, and all that
-    were posted before, are durable. A failed commit is raised by every call that waits for it and
-    by every later one: nothing is written after a gap.
+    changes: list[Change] = field(default_factory=list)
+    done: asyncio.Future[None]
+    linger: asyncio.TimerHandle  # makes them due
+    is_due: bool = False  # to be committed as soon as possible
+
+
+class StoreOwner:
+    """Owns the store and its thread, on which every call runs, one after another.
+
+    `post` returns at once; its changes are durable within the linger time and two commits. `commit`
+    returns when its changes, and all that were posted before, are durable. A failed commit is
+    raised by every call that waits for it and by every later call: nothing is written after a gap.
     """
 
-    def __init__(self, executor: ThreadPoolExecutor, store: Store) -> None:
+    def __init__(self, executor: ThreadPoolExecutor, store: Store, bounds: CommitBounds) -> None:
         self._executor = executor
         self._store = store
-        self._batch: list[Change] = []
-        self._batch_done: asyncio.Future[None] | None = None  # of the batch still being filled
-        self._is_due = False  # whether that batch is to be committed as soon as can be
-        self._linger: asyncio.TimerHandle | None = None  # makes it due
-        self._last_done: asyncio.Future[None] | None = None  # of the newest batch begun
+        self._bounds = bounds
+        self._pending: _Pending | None = None
+        self._last_done: asyncio.Future[None] | None = None  # of the newest changes
         self._committer: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self.commits = Commits()
 
     @classmethod
-    async def open(cls, path: Path) -> StoreOwner:
+    async def open(cls, path: Path, bounds: CommitBounds = DEFAULT_BOUNDS) -> StoreOwner:
+        """Open or create the manifest. Raises ManifestError."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="manifest")
         try:
             store = await asyncio.get_running_loop().run_in_executor(
@@ -87,22 +100,23 @@ class StoreOwner:
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        return cls(executor, store)
+        return cls(executor, store, bounds)
 
     async def call(self, function: Callable[[Store], Result]) -> Result:
-        """Run `function(store)` on the owner thread, after all that was posted before."""
+        """Run `function(store)` on the store's thread, after all earlier changes are durable."""
         await self.drain()
         return await self._run(function)
 
     def post(self, *changes: Change) -> None:
-        """Note changes; they become durable with one of the next commits, in this order."""
+        """Queue changes, which become durable with one of the next commits, in this order."""
         self._check()
-        self._batch.extend(changes)
-        if self._batch_done is None:
+        if self._pending is None:
             loop = asyncio.get_running_loop()
-            self._batch_done = self._last_done = loop.create_future()
-            self._linger = loop.call_later(LINGER_S, self._hurry)
-        if len(self._batch) >= MAX_BATCH:
+            self._last_done = loop.create_future()
+            linger = loop.call_later(self._bounds.linger_s, self._hurry)
+            self._pending = _Pending(done=self._last_done, linger=linger)
+        self._pending.changes += changes
+        if len(self._pending.changes) >= self._bounds.max_changes:
             self._hurry()
 
     async def commit(self, *changes: Change) -> None:
@@ -112,14 +126,13 @@ class StoreOwner:
 
     async def drain(self) -> None:
         """Return once everything posted so far is durable."""
-        if self._batch_done is not None:
-            self._hurry()
+        self._hurry()
         if self._last_done is not None:
             await asyncio.shield(self._last_done)
         self._check()
 
     async def close(self) -> None:
-        """Commit what was posted and close the file. Raises what a commit raised."""
+        """Commit the posted changes and close the file. Raises the error of a failed commit."""
         try:
             await self.drain()
         finally:
@@ -131,22 +144,22 @@ class StoreOwner:
         return await loop.run_in_executor(self._executor, function, self._store)
 
     def _hurry(self) -> None:
-        """Commit what was posted as soon as the commit under way, if any, is done."""
-        self._is_due = True
+        """Commit the pending changes as soon as the running commit, if any, is done."""
+        if self._pending is None:
+            return
+        self._pending.is_due = True
         if self._committer is None:
-            self._committer = asyncio.create_task(self._commit_batches(), name="manifest-commit")
+            self._committer = asyncio.create_task(self._commit_due(), name="manifest-commit")
 
-    async def _commit_batches(self) -> None:
-        while self._is_due and self._batch_done is not None:
-            batch, done, linger = self._batch, self._batch_done, self._linger
-            self._batch, self._batch_done, self._linger = [], None, None
-            self._is_due = False
-            if linger is not None:
-                linger.cancel()
-            for start in range(0, len(batch), MAX_BATCH):
+    async def _commit_due(self) -> None:
+        size = self._bounds.max_changes
+        while (pending := self._pending) is not None and pending.is_due:
+            self._pending = None
+            pending.linger.cancel()
+            for start in range(0, len(pending.changes), size):
                 if self._failure is None:
-                    await self._commit_one(batch[start : start + MAX_BATCH])
-            done.set_result(None)
+                    await self._commit_one(pending.changes[start : start + size])
+            pending.done.set_result(None)
         self._committer = None
 
     async def _commit_one(self, changes: list[Change]) -> None:

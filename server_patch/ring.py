@@ -62,7 +62,7 @@ def plan_ring(
     )
 
 
-class Slot:
+class RingSlot:
     """One part of the ring, owned by its taker until all its uses are over."""
 
     def __init__(self, tensor: torch.Tensor, index: int) -> None:
@@ -90,7 +90,7 @@ class Ring:
             _pin(memory)
         size = plan.slot_bytes
         self._free = [
-            Slot(memory[index * size : (index + 1) * size], index)
+            RingSlot(memory[index * size : (index + 1) * size], index)
             for index in reversed(range(plan.num_slots))
         ]
         self._lock = threading.Lock()
@@ -110,7 +110,7 @@ class Ring:
         """Peak memory in use, in bytes."""
         return self._peak_slots * self.plan.slot_bytes
 
-    def take(self) -> Slot | None:
+    def take(self) -> RingSlot | None:
         """A free slot, if there is one."""
         with self._lock:
             if not self._free:
@@ -119,11 +119,11 @@ class Ring:
             self._peak_slots = max(self._peak_slots, self.plan.num_slots - len(self._free))
             return slot
 
-    def hold(self, slot: Slot, uses: int) -> None:
+    def hold(self, slot: RingSlot, uses: int) -> None:
         """Set the number of `release` calls after which the slot is free."""
         slot.uses = uses
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: RingSlot) -> None:
         """One use of the slot is over."""
         with self._lock:
             slot.uses -= 1

@@ -160,19 +160,22 @@ _LOADING = (
         parameters=("batch", "model_runner"),
         why="hooked: keeps the prompts' lengths",
     ),
-    Symbol(places=("sglang.version:__version__", "sglang._version:__version__"), why="told"),
+    Symbol(
+        places=("sglang.version:__version__", "sglang._version:__version__"),
+        why="stated in READY.json",
+    ),
 )
 
 _RUNNER_AND_MODEL = (
     Symbol(places=(f"{_RUNNER}.server_args",), why="the settings"),
     Symbol(places=(f"{_RUNNER}.model_config",), why="shapes and dtype"),
-    Symbol(places=(f"{_RUNNER}.model",), why="what is armed"),
+    Symbol(places=(f"{_RUNNER}.model",), why="the model to arm"),
     Symbol(places=(f"{_RUNNER}.is_draft_worker",), why="drafters are left alone"),
     Symbol(places=(f"{_MODEL_CONFIG}.hf_text_config",), why="layers and hidden size"),
     Symbol(places=(f"{_MODEL_CONFIG}.hf_config",), why="the digest of a model without a folder"),
     Symbol(places=(f"{_MODEL_CONFIG}.dtype",), why="the dtype of the states"),
-    Symbol(places=(f"{_MODEL_CONFIG}.vocab_size",), why="told"),
-    Symbol(places=(f"{_MODEL_CONFIG}.quantization",), why="told"),
+    Symbol(places=(f"{_MODEL_CONFIG}.vocab_size",), why="stated in READY.json"),
+    Symbol(places=(f"{_MODEL_CONFIG}.quantization",), why="stated in READY.json"),
     *(
         Symbol(places=(f"sglang.srt.lora.lora_registry:LoRARef.{name}",), why="which adapters")
         for name in ("lora_name", "lora_path")
@@ -223,8 +226,8 @@ _FORWARD = (
     *(
         Symbol(places=(f"{_BATCH}.{name}",), why=why)
         for name, why in (
-            ("forward_mode", "tells prefill from decode"),
-            ("_original_forward_mode", "tells batches that are only dressed as prefill"),
+            ("forward_mode", "distinguishes prefill from decode"),
+            ("_original_forward_mode", "distinguishes batches that are relabelled as prefill"),
             ("rids", "whose rows they are"),
             ("input_ids", "the token of each row"),
             ("extend_seq_lens_cpu", "rows of each request"),
@@ -263,13 +266,13 @@ _SETTINGS = (
     ),
     Symbol(places=(f"{_CONTEXT}:get_context",), since="0.5.18", why="the owner of the settings"),
     *(
-        _setting(name, "told, or a size of ours")
+        _setting(name, "stated in READY.json, or a size of ours")
         for name in (
             "host", "port", "model_path", "tp_size", "dp_size", "chunked_prefill_size",
             "max_prefill_tokens", "disable_radix_cache", "quantization", "kv_cache_dtype",
         )
     ),
-    _setting("weight_version", "told"),
+    _setting("weight_version", "stated in READY.json"),
     _setting("enable_dp_attention", "ranks share a forward"),
     _setting("attn_dp_size", "attention groups, apart from replicas", since="0.5.22"),
     *(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from server_patch.ring import Slot
+from server_patch.ring import RingSlot
 from server_patch.slot_layout import SlotLayout
 
 TORCH_DTYPES = {
@@ -87,11 +87,11 @@ class Stager(Protocol):
     pinned: bool
 
     def stage(
-        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+        self, states: States, layout: SlotLayout, slot: RingSlot, *, begin: int, end: int
     ) -> None:
         """Begin to fill `slot` with rows begin..end. Never waits for the device."""
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: RingSlot) -> None:
         """Fill `slot` and return when that is done; called once, by another thread."""
 
     def enter_thread(self) -> None:
@@ -104,11 +104,11 @@ class CpuStager:
     pinned = False
 
     def stage(
-        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+        self, states: States, layout: SlotLayout, slot: RingSlot, *, begin: int, end: int
     ) -> None:
         gather(states, layout, slot.tensor, begin=begin, end=end)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: RingSlot) -> None:
         return None
 
     def enter_thread(self) -> None:
@@ -128,7 +128,7 @@ class CudaStager:
         self._copy_stream = torch.cuda.Stream(device=device)
 
     def stage(
-        self, states: States, layout: SlotLayout, slot: Slot, *, begin: int, end: int
+        self, states: States, layout: SlotLayout, slot: RingSlot, *, begin: int, end: int
     ) -> None:
         packed = torch.empty(layout.size_bytes(end - begin), dtype=torch.uint8, device=self._device)
         gather(states, layout, packed, begin=begin, end=end)
@@ -136,7 +136,7 @@ class CudaStager:
         gathered.record(torch.cuda.current_stream(self._device))
         slot.source = (packed, gathered)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: RingSlot) -> None:
         packed, gathered = slot.source
         with torch.cuda.stream(self._copy_stream):
             self._copy_stream.wait_event(gathered)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from server_patch import request_log
-from server_patch.ring import Ring, Slot
+from server_patch.ring import Ring, RingSlot
 from server_patch.sglang_api import PrefillBatch
 from server_patch.slot_layout import SlotLayout
 from server_patch.spans import Span, is_ours, plan_spans, split_spans
@@ -139,7 +139,7 @@ class Tap:
         )
         return waited
 
-    def _take_slot(self) -> tuple[Slot, float]:
+    def _take_slot(self) -> tuple[RingSlot, float]:
         """A free slot and the seconds waited for it. Blocks as long as it takes."""
         slot = self._ring.take()
         if slot is not None:

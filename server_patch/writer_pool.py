@@ -17,7 +17,7 @@ from typing import Final
 from server_patch.dump_dir import RankDir
 from server_patch.dump_format import dump_name, error_name
 from server_patch.durable_files import remove_unfinished
-from server_patch.ring import Ring, Slot
+from server_patch.ring import Ring, RingSlot
 from server_patch.staging import Stager
 from server_patch.stats import Stats, StatsFile
 from server_patch.writer_process import describe, write_failures
@@ -53,7 +53,7 @@ class WriterPool:
         self._stager = stager
         self._stats = stats
         self._stats_file = stats_file
-        self._queue: queue.SimpleQueue[tuple[Slot | None, Job]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[RingSlot | None, Job]] = queue.SimpleQueue()
 
     def start(self) -> None:
         """Start processes and thread. Raises WriterError if a process does not start."""
@@ -61,7 +61,12 @@ class WriterPool:
         threading.Thread(target=self._run, name="hidden-states", daemon=True).start()
 
     def submit(
-        self, slot: Slot, *, slot_rows: int, pieces: Sequence[SlotPiece], weights: str | None = None
+        self,
+        slot: RingSlot,
+        *,
+        slot_rows: int,
+        pieces: Sequence[SlotPiece],
+        weights: str | None = None,
     ) -> None:
         """Queue the dumps of one filled slot. Never blocks: the ring bounds them."""
         job = Job(slot=slot.index, slot_rows=slot_rows, pieces=pieces, weights=weights)
@@ -107,7 +112,7 @@ class WriterPool:
         except Exception:
             logger.exception("hidden states: unexpected error in the writer pool")
 
-    def _parts(self, slot: Slot | None, job: Job) -> list[Job]:
+    def _parts(self, slot: RingSlot | None, job: Job) -> list[Job]:
         """`job`, once its slot is filled, in parts that fit a message and can be written side by
         side. Each part is one use of the slot."""
         doing = "copying to the host"
@@ -140,7 +145,7 @@ class WriterPool:
         self._stats.add_report(settled.report)
         self._log_lost(settled.report.errors_lost)
 
-    def _give_up(self, slot: Slot | None, job: Job, reason: str) -> None:
+    def _give_up(self, slot: RingSlot | None, job: Job, reason: str) -> None:
         """Write error records for the whole job."""
         failures = [*_as_failures(job, reason), *job.failures]
         lost = write_failures(failures, self._rank_dir)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from server_patch.ring import Slot
+from server_patch.ring import RingSlot
 from server_patch.writer_protocol import MAX_MESSAGE_BYTES, Assignment, Job, Report
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class WriterError(RuntimeError):
 class Settled(NamedTuple):
     """A job that a writer has finished or failed."""
 
-    slot: Slot | None
+    slot: RingSlot | None
     job: Job
     report: Report | None = None  # None if the writer died first
     reason: str = ""  # how it died
@@ -50,7 +50,7 @@ class _Writer:
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
-    given: deque[tuple[Slot | None, Job]] = field(default_factory=deque)
+    given: deque[tuple[RingSlot | None, Job]] = field(default_factory=deque)
     num_reports: int = 0
     waited_for_since: float = 0.0  # clock; its last report, or its first job after none was left
     was_stuck: bool = False  # and therefore killed
@@ -86,7 +86,7 @@ class WriterSupervisor:
             writer.process.kill()
             writer.process.wait()
 
-    def send(self, slot: Slot | None, job: Job) -> None:
+    def send(self, slot: RingSlot | None, job: Job) -> None:
         """Give `job` to the writer with the fewest jobs, or raise and leave it to the caller.
 
         Raises WriterError, OSError, or the error of encoding the job.

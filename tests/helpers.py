@@ -140,6 +140,7 @@ def options_for(server: FakeServer, prompts: Path, out: Path, **changes: Any) ->
         "dump_root": server.directory.parents[1],
         "tokenizer": "none",
         "concurrency": 8,
+        "num_movers": 1,
     }
     return run_options(**{**plain, **changes})
 

@@ -1,10 +1,9 @@
-"""What commands say, and how they run: stdout is data, stderr is status."""
+"""What commands write to people, and how they run: stdout is data, stderr is status."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -14,12 +13,33 @@ from typing import Any, TypeVar
 import click
 import orjson
 
+from extractor.cli.log import log_to_stderr
 from extractor.core.errors import Interrupted
-from extractor.core.log_line import asks_for_objects, log_line
+from extractor.core.log_line import log_line
 from extractor.core.timings import DEFAULT_TIMINGS, StopTimings
 from extractor.system.signals import handlers_put_back, under_signals
 
 Result = TypeVar("Result")
+
+
+class Console:
+    """How this process writes to stderr, as far as its options are known."""
+
+    writes_objects = False  # --log-json
+    verbosity = 0  # -v: 1, -vv: 2
+
+    def reset(self) -> None:
+        """As before the first option is read."""
+        self.writes_objects = False
+        self.set_verbosity(0)
+
+    def set_verbosity(self, verbosity: int) -> None:
+        """Log from here on: nothing at 0, INFO at 1, DEBUG at 2."""
+        self.verbosity = verbosity
+        log_to_stderr(verbosity, as_objects=lambda: self.writes_objects)
+
+
+console = Console()
 
 
 def print_json(document: dict[str, Any]) -> None:
@@ -33,32 +53,32 @@ def report(message: str) -> None:
         click.echo(message, err=True)
 
 
-def tell_error(
-    message: str, *, exit_status: int, otherwise: Callable[[], None], **fields: object
+def report_error(
+    message: str, *, exit_status: int, show: Callable[[], None] | None = None, **fields: object
 ) -> None:
-    """On stderr, what ends a command: as an object where `--log-json` asks for objects."""
-    if asks_for_objects(sys.argv[1:], os.environ):
+    """Report what ends a command: as an object with `--log-json`, else by `show`, or in a line."""
+    if console.writes_objects:
         report(log_line(message, event="error", level="error", exit_status=exit_status, **fields))
+    elif show is not None:
+        show()
     else:
-        otherwise()
+        report(f"extractor: {message}")
 
 
 def _end_process(timings: StopTimings) -> None:
     """Exit at once, without waiting for threads or children; as safe as SIGKILL."""
-    code = Interrupted.exit_code
     message = (
         f"ended {timings.end_s:.0f} s after the signal, with work in progress; the same command "
         "repeats what was not durable yet"
     )
-
-    def tell() -> None:
-        tell_error(message, exit_status=code, otherwise=lambda: report(f"extractor: {message}"))
-
     # On a thread: whatever blocks the command may block the message, too.
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    teller.join(timings.log_s)
-    os._exit(code)
+    reporting = threading.Thread(
+        target=report_error, args=(message,), kwargs={"exit_status": Interrupted.exit_code},
+        daemon=True,
+    )  # fmt: skip
+    reporting.start()
+    reporting.join(timings.log_s)
+    os._exit(Interrupted.exit_code)
 
 
 def run_async(
@@ -89,6 +109,5 @@ def run_async(
 def _leave_threads() -> None:
     """End the process of a command that has cleaned up, though a thread still reads an idle input,
     scans a long file, loads a tokenizer or resolves a name."""
-    code = Interrupted.exit_code
-    tell_error("interrupted", exit_status=code, otherwise=lambda: report("extractor: interrupted"))
-    os._exit(code)
+    report_error("interrupted", exit_status=Interrupted.exit_code)
+    os._exit(Interrupted.exit_code)

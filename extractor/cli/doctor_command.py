@@ -7,23 +7,26 @@ from typing import Any
 import click
 
 from extractor.cli.console import run_async
-from extractor.cli.options import ADDRESS, DUMP_DIR_OPTION, PATH, SERVER_HELP, seconds_option
+from extractor.cli.field_options import field_options
+from extractor.cli.option_types import ADDRESS, PATH
+from extractor.cli.options import Command, seconds_option
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.errors import UsageError
 from extractor.core.locations import DEFAULT_OUT
+from extractor.core.run_options import Servers
 from extractor.pipeline.doctor import examine
 
 
-@click.command("doctor", short_help="Check server, plugin, disks and limits.")
+@click.command("doctor", cls=Command, short_help="Check server, plugin, disks and limits.")
 @click.option(
     "--server",
     "urls",
     type=ADDRESS,
     multiple=True,
     metavar="URL",
-    help=f"{SERVER_HELP}  [default: {DEFAULT_SERVER_URL}]",
+    help=f"Address of the server.  [default: {DEFAULT_SERVER_URL}]",
 )
-@DUMP_DIR_OPTION
+@field_options(Servers, "dump_root")
 @click.option(
     "--out",
     type=PATH,

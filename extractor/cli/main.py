@@ -14,9 +14,9 @@ from typing import NoReturn
 
 import click
 
-from extractor.cli.console import report, tell_error
+from extractor.cli.console import console, report, report_error
 from extractor.cli.doctor_command import doctor_command
-from extractor.cli.options import Commands
+from extractor.cli.options import Commands, verbose_option
 from extractor.cli.run_command import run_command
 from extractor.cli.serve_command import serve_command
 from extractor.cli.show_command import show_command
@@ -36,8 +36,7 @@ from extractor.core.version import __version__
     },
 )
 @click.version_option(__version__, prog_name="extractor")
-@click.option("-v", "--verbose", is_flag=True, help="Show a traceback with every error.")
-def cli(verbose: bool) -> None:
+def cli() -> None:
     """Hidden states of a large model, for every token of many prompts, out of a SGLang server.
 
     Every option can be set by a variable: EXTRACTOR_RUN_OUT for `extractor run --out`.
@@ -59,18 +58,21 @@ for command in (
     cli.add_command(command)
 
 
+cli.params.append(verbose_option())
+
+
 def main(timings: Timings = DEFAULT_TIMINGS) -> NoReturn:
     """Entry point of `extractor`: errors as messages on stderr, and the exit status."""
-    verbose = bool({"-v", "--verbose"} & set(sys.argv[1:2]))
+    console.reset()
     try:
         # Not standalone, click returns what `context.exit` was given instead of exiting.
         status = cli.main(standalone_mode=False, obj=timings)
     except click.ClickException as error:
-        tell_error(error.format_message(), exit_status=error.exit_code, otherwise=error.show)
+        report_error(error.format_message(), exit_status=error.exit_code, show=error.show)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         code = Interrupted.exit_code
-        tell_error("interrupted", exit_status=code, otherwise=lambda: report("interrupted"))
+        report_error("interrupted", exit_status=code, show=lambda: report("interrupted"))
         sys.exit(code)
     except BrokenPipeError:
         # The reader of our output went away, as `head` does: not our error.
@@ -81,12 +83,13 @@ def main(timings: Timings = DEFAULT_TIMINGS) -> NoReturn:
         known = exit_code(shown)
         if known is None:
             raise  # a defect: the traceback is the report
-        lines = traceback.format_exception(error) if verbose else []
-
-        def as_text() -> None:
-            report(f"{''.join(lines)}extractor: {message_of(shown)}")
-
-        fields = {"traceback": lines} if verbose else {}
-        tell_error(message_of(shown), exit_status=known, otherwise=as_text, **fields)
+        message = message_of(shown)
+        lines = traceback.format_exception(error) if console.verbosity else []
+        report_error(
+            message,
+            exit_status=known,
+            show=lambda: report(f"{''.join(lines)}extractor: {message}"),
+            **({"traceback": lines} if lines else {}),
+        )
         sys.exit(known)
     sys.exit(status or 0)

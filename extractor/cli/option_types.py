@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
 
 import click
 
@@ -98,3 +100,35 @@ class Concurrency(click.ParamType[int | None]):
                 f"{value!r} is neither {AUTO} nor a number from 1 to {MAX_CONCURRENCY}", param, ctx
             )
         return number
+
+
+class Verbosity(click.ParamType[int]):
+    """How often `-v` was given; more than twice counts as twice."""
+
+    name = "level"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return min(2, max(0, int(value)))
+        except ValueError:
+            self.fail(f"{value!r} is not a number: write 1, or 2 to log each prompt", param, ctx)
+
+
+class OneOf(click.Choice[str]):
+    """A member of an enum, by its value."""
+
+    def __init__(self, kind: type[StrEnum]) -> None:
+        super().__init__([member.value for member in kind])
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._kind(super().convert(value, param, ctx))
+
+
+ADDRESS: Final = Address()
+BYTES: Final = ByteSize()
+CONCURRENCY: Final = Concurrency()
+LAST_KIND: Final = click.Choice(["post", "pre", "both"])
+PATH: Final = GivenPath(path_type=Path)
+SECONDS: Final = Seconds()
+TEXT: Final = Text()

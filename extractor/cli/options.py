@@ -1,21 +1,46 @@
-"""What the commands have in common: shared options, commands that pass words on."""
+"""What the commands have in common: shared options, and where the values of options come from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import click
 
-from extractor.cli.option_types import Address, ByteSize, Concurrency, GivenPath, Seconds, Text
-from extractor.core.locations import DEFAULT_DUMP_ROOT, DEFAULT_OUT
-from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS
+from extractor.cli.console import console
+from extractor.cli.option_types import PATH, SECONDS, Verbosity
+from extractor.core.locations import DEFAULT_OUT
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SGLANG_ARGUMENTS = "extractor.sglang_arguments"
 
 
-class PassingCommand(click.Command):
+class Command(click.Command):
+    """A command whose options `-v` and `--log-json` count in its usage errors, too."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        # Click parses all options before it processes one, so that the first that is wrong hides
+        # the others. The ones that say how errors are shown are parsed by themselves before.
+        shown = click.Command(
+            self.name,
+            params=[param for param in self.params if param.is_eager],
+            context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+            add_help_option=False,
+        )
+        with suppress(click.UsageError):
+            shown.make_context(info_name, list(args), parent)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+class PassingCommand(Command):
     """A command whose words after `--` go to SGLang as they are: `ctx.meta[SGLANG_ARGUMENTS]`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -30,7 +55,10 @@ class PassingCommand(click.Command):
 class Commands(click.Group):
     """Commands whose every option has a variable, named after the option as it is written."""
 
+    command_class = Command
+
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        cmd.params.append(verbose_option())
         for parameter in cmd.params:
             if isinstance(parameter, click.Option):
                 option = parameter.opts[-1].removeprefix("--")
@@ -38,50 +66,45 @@ class Commands(click.Group):
         super().add_command(cmd, name)
 
 
-SGLANG_ARGUMENTS = "extractor.sglang_arguments"
-BYTES = ByteSize()
-ADDRESS = Address()
-CONCURRENCY = Concurrency()
-PATH = GivenPath(path_type=Path)
-TEXT = Text()
-SECONDS = Seconds()
+def verbose_option() -> click.Option:
+    """`-v`, for `extractor` itself and for each command: the higher of the two counts."""
+
+    def set_verbosity(_: click.Context, __: click.Parameter, count: int) -> None:
+        console.set_verbosity(max(count, console.verbosity))
+
+    return click.Option(
+        ["-v", "--verbose"],
+        count=True,
+        type=Verbosity(),
+        is_eager=True,
+        expose_value=False,
+        show_default=False,
+        callback=set_verbosity,
+        help="Log what happens, and show a traceback with every error; -vv logs each prompt, too.",
+    )
+
+
+def _write_objects(_: click.Context, __: click.Parameter, value: bool) -> bool:
+    console.writes_objects = value
+    return value
+
+
+LOG_JSON_OPTION = click.option(
+    "--log-json",
+    is_flag=True,
+    is_eager=True,
+    callback=_write_objects,
+    help="Write what goes to stderr as JSON, one object a line.",
+)
 OUT_ARGUMENT = click.argument("out", metavar="[DIR]", type=PATH, default=DEFAULT_OUT)
-SERVER_HELP = "Address of the server."
-DUMP_DIR_OPTION = click.option(
-    "--dump-dir",
-    "dump_root",
-    type=PATH,
-    default=DEFAULT_DUMP_ROOT,
-    show_default=True,
-    help="Where the server's plugin puts its dumps.",
-)
-LAYERS_OPTION = click.option(
-    "--layers",
-    type=TEXT,
-    default=None,
-    show_default=DEFAULT_LAYERS,
-    metavar="LIST",
-    help="Boundaries to capture: eagle3, or indices such as 3,31,59. "
-    "Index b is the residual stream entering layer b.",
-)
-LAST_OPTION = click.option(
-    "--last",
-    "last_kind",
-    type=click.Choice(["post", "pre", "both"]),
-    default=None,
-    show_default=DEFAULT_LAST_KIND,
-    help="Last state to keep: after the final norm, before it, or both.",
-)
-TOKENIZER_OPTION = click.option(
-    "--tokenizer",
-    type=TEXT,
-    default=None,
-    metavar="PATH",
-    help="Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
-)
 
 
-def seconds_option(name: str, *, default: float, help: str) -> Callable[[_Command], _Command]:
+def prompts_argument(name: str) -> Callable[[Function], Function]:
+    """The prompt files of a command, handed on as `name`."""
+    return click.argument(name, metavar="PROMPTS...", nargs=-1, required=True, type=PATH)
+
+
+def seconds_option(name: str, *, default: float, help: str) -> Callable[[Function], Function]:
     """An option --what-ever, handed on as `what_ever_s`."""
     return click.option(
         name,

@@ -2,163 +2,49 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import click
 
 from extractor.cli.console import print_json, run_async
-from extractor.cli.option_types import AUTO
+from extractor.cli.field_options import field_options, value_of
+from extractor.cli.option_types import CONCURRENCY, LAST_KIND, TEXT
 from extractor.cli.options import (
-    ADDRESS,
-    BYTES,
-    CONCURRENCY,
-    DUMP_DIR_OPTION,
-    LAST_OPTION,
-    LAYERS_OPTION,
-    PATH,
-    SERVER_HELP,
+    LOG_JSON_OPTION,
     SGLANG_ARGUMENTS,
-    TEXT,
-    TOKENIZER_OPTION,
     PassingCommand,
-    seconds_option,
+    prompts_argument,
 )
-from extractor.cli.prompt_options import policy_from, policy_options, reading_from, reading_options
-from extractor.core.address import DEFAULT_SERVER_URL
-from extractor.core.bounds import MAX_COUNT, MAX_MOVERS, MAX_TOKENIZER_WORKERS
+from extractor.cli.prompt_options import reading_options
 from extractor.core.errors import UsageError
 from extractor.core.events import Reporter
-from extractor.core.locations import DEFAULT_OUT
-from extractor.core.run_options import (
-    DEFAULT_SHARD_BYTES,
-    Input,
-    Load,
-    Output,
-    Patience,
-    RunOptions,
-    Servers,
-)
+from extractor.core.row_policy import Policy
+from extractor.core.run_options import Input, Load, Output, Patience, RunOptions, Servers
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.pipeline.dry_run import dry_run as dry_run_of
 from extractor.pipeline.run import run
 from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import any_server_answers, free_port, running_server
-from extractor.servers.sglang_flags import (
-    DEFAULT_LAST_KIND,
-    DEFAULT_LAYERS,
-    EngineOptions,
-    PluginOptions,
-    ServeOptions,
-)
-from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
+from extractor.servers.sglang_flags import ServeOptions
+from extractor.status.prometheus import DEFAULT_HOST, Metrics, served_metrics
 from extractor.status.reporters import Together, reporter_for
 
 
 @click.command("run", cls=PassingCommand)
-@click.argument("prompts", nargs=-1, required=True, type=PATH)
-@click.option(
-    "--out",
-    type=PATH,
-    default=DEFAULT_OUT,
-    show_default=True,
-    help="Directory of the data set. An unfinished one is resumed.",
-)
-@click.option(
-    "--server",
-    "server_urls",
-    type=ADDRESS,
-    multiple=True,
-    metavar="URL",
-    help=f"{SERVER_HELP} Again for each further one: all must capture the same, and dump under "
-    "the same --dump-dir. Those that do not answer are left out until they do.  "
-    f"[default: {DEFAULT_SERVER_URL}]",
-)
-@click.option(
-    "--model",
-    type=TEXT,
-    default=None,
-    metavar="PATH",
-    help="When no server answers, start one with this model and stop it at the end. "
-    "SGLang's own arguments go after --.",
-)
-@DUMP_DIR_OPTION
-@LAYERS_OPTION
-@LAST_OPTION
-@TOKENIZER_OPTION
-@click.option(
-    "--concurrency",
-    type=CONCURRENCY,
-    default=AUTO,
-    show_default=True,
-    metavar="N|auto",
-    help="Requests in flight with each server; auto: as many as raise its tokens/s.",
-)
-@click.option(
-    "--shm-budget",
-    "shm_budget_bytes",
-    type=BYTES,
-    default=None,
-    help="Most bytes of dumps at a time.  [default: half of what is free and within the server's "
-    "memory limits]",
-)
-@click.option(
-    "--shard-size",
-    "shard_bytes",
-    type=BYTES,
-    default=DEFAULT_SHARD_BYTES,
-    show_default="4GiB",
-    help="A shard is sealed before it grows beyond this, or its header beyond 16 MiB.",
-)
-@click.option(
-    "--movers",
-    "num_movers",
-    type=click.IntRange(1, MAX_MOVERS),
-    default=None,
-    help="Threads that copy dumps to shards.  [default: a quarter of the cores, 2 to 8]",
-)
-@click.option(
-    "--max-attempts",
-    type=click.IntRange(1, MAX_COUNT),
-    default=4,
-    show_default=True,
-    help="Requests for one prompt before it is given up.",
-)
-@seconds_option(
-    "--request-timeout", default=600.0, help="From sending a prompt to its complete reply."
-)
-@seconds_option(
-    "--dump-timeout", default=60.0, help="From the answer to the last piece of the dump."
-)
-@seconds_option(
-    "--server-wait",
-    default=0.0,
-    help="How long to wait for a server: at the start until one is up, and when none is left.",
-)
-@click.option(
-    "--retry-failed", is_flag=True, help="Try again the rows that an earlier session gave up."
-)
-@click.option(
-    "--allow-model-change",
-    is_flag=True,
-    help="Continue a data set although the server now computes different states: other weights, "
-    "KV-cache dtype, quantization. Its rows are stored beside the old ones; dataset.json and the "
-    "manifest record which server start computed each row.",
-)
+@prompts_argument("paths")
+@field_options(Output)
+@field_options(Servers, last_kind=LAST_KIND)
+@field_options(Load, concurrency=CONCURRENCY)
+@field_options(Patience)
+@field_options(RunOptions)
 @reading_options
-@policy_options
+@field_options(Policy)
+@field_options(Input, "tokenizer", "tokenizer_workers")
 @click.option(
-    "--tokenizer-workers",
-    type=click.IntRange(0, MAX_TOKENIZER_WORKERS),
-    default=None,
-    help="Processes that tokenise; 0 for none.  [default: a quarter of the cores, 1 to 8, for "
-    "5,000 rows and more]",
-)
-@click.option(
-    "--dry-run", is_flag=True, help="Tokenise and count; tell bytes, files, time; write nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Tokenise and count; estimate size, file count and duration; write nothing.",
 )
 @click.option(
     "--metrics-port",
@@ -173,20 +59,12 @@ from extractor.status.reporters import Together, reporter_for
     show_default=DEFAULT_HOST,
     help="The address to serve them at. Whoever reaches it can read them.",
 )
-@click.option(
-    "--log-json", is_flag=True, help="Write what goes to stderr as JSON, one object a line."
-)
+@LOG_JSON_OPTION
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.pass_context
 def run_command(
     context: click.Context,
     /,
-    prompts: tuple[Path, ...],
-    server_urls: tuple[str, ...],
-    model: str | None,
-    layers: str | None,
-    last_kind: str | None,
-    num_movers: int | None,
     dry_run: bool,
     metrics_port: int | None,
     metrics_host: str | None,
@@ -196,8 +74,9 @@ def run_command(
 ) -> None:
     """Extract the hidden states of PROMPTS. The same command again resumes.
 
-    PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, told by
-    their content; patterns; directories of Hugging Face data sets; or - for standard input.
+    PROMPTS are files of JSONL, a JSON array, Parquet or Arrow, perhaps in gzip or zstd, whose type
+    is detected from their content; patterns; directories of Hugging Face data sets; or - for
+    standard input.
     """
     timings = context.find_object(Timings) or DEFAULT_TIMINGS
     reporter: Reporter = reporter_for(as_json=log_json)
@@ -205,32 +84,7 @@ def run_command(
         raise UsageError(
             "--metrics-host without --metrics-port serves nothing: name a port (0 takes a free one)"
         )
-    arguments: tuple[str, ...] = context.meta[SGLANG_ARGUMENTS]
-    options = RunOptions(
-        input=Input(
-            paths=prompts,
-            reading=reading_from(values),
-            policy=policy_from(values),
-            tokenizer=values["tokenizer"],
-            tokenizer_workers=values["tokenizer_workers"],
-        ),
-        output=Output(directory=values["out"], shard_bytes=values["shard_bytes"]),
-        servers=Servers(
-            urls=server_urls or (DEFAULT_SERVER_URL,),
-            dump_root=values["dump_root"],
-            model=model,
-            layers=layers,
-            last_kind=last_kind,
-        ),
-        load=Load(
-            concurrency=values["concurrency"],
-            shm_budget_bytes=values["shm_budget_bytes"],
-            num_movers=num_movers or min(8, max(2, (os.cpu_count() or 1) // 4)),
-        ),
-        patience=Patience(**{field.name: values[field.name] for field in fields(Patience)}),
-        retry_failed=values["retry_failed"],
-        allow_model_change=values["allow_model_change"],
-    )
+    options = value_of(RunOptions, values)
     if dry_run:
         work = dry_run_of(options, reporter, timings=timings)
         result = run_async(work, timings=timings.stop)
@@ -240,29 +94,23 @@ def run_command(
             click.echo(result.to_text())
         return
     serve_options = None
-    if model is not None:
-        serve_options = ServeOptions(
-            engine=EngineOptions(model=model, port=free_port(), arguments=arguments),
-            plugin=PluginOptions(
-                dump_root=options.servers.dump_root,
-                layers=layers or DEFAULT_LAYERS,
-                last_kind=last_kind or DEFAULT_LAST_KIND,
-            ),
-        )
+    arguments = context.meta[SGLANG_ARGUMENTS]
+    if options.servers.model is not None:
+        own = {**values, "port": free_port(), "arguments": arguments}
+        serve_options = value_of(ServeOptions, own)
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")
     with ExitStack() as stack:
         if metrics_port is not None:
             metrics = Metrics()
-            server = stack.enter_context(
-                MetricsServer(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
+            url = stack.enter_context(
+                served_metrics(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
             )
-            reporter.report(f"metrics at {server.url}")
+            reporter.report(f"metrics at {url}")
             reporter = Together(reporter, metrics)
-        summary = run_async(
-            _run(options, serve_options, reporter, timings, is_named=bool(server_urls)),
-            timings=timings.stop,
-        )
+        is_named = bool(values["urls"])
+        extraction = _run(options, serve_options, reporter, timings, is_named=is_named)
+        summary = run_async(extraction, timings=timings.stop)
     status = 1 if summary.num_failed else 0
     document = summary.to_document(options.output.directory)
     if log_json:

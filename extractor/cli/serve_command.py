@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from extractor.cli.console import report, run_async
-from extractor.cli.options import (
-    BYTES,
-    DUMP_DIR_OPTION,
-    LAST_OPTION,
-    LAYERS_OPTION,
-    PATH,
-    SGLANG_ARGUMENTS,
-    TEXT,
-    PassingCommand,
-    seconds_option,
-)
+from extractor.cli.field_options import field_options, value_of
+from extractor.cli.option_types import BYTES, LAST_KIND, PATH, TEXT
+from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand, seconds_option
 from extractor.core.errors import ServerError
+from extractor.core.run_options import Servers
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.servers.launcher import free_port, running_server
-from extractor.servers.sglang_flags import (
-    DEFAULT_LAST_KIND,
-    DEFAULT_LAYERS,
-    PRESETS,
-    EngineOptions,
-    PluginOptions,
-    ServeOptions,
-)
+from extractor.servers.sglang_flags import PRESETS, ServeOptions
 
 
 @click.command("serve", cls=PassingCommand)
@@ -45,9 +30,7 @@ from extractor.servers.sglang_flags import (
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
-@DUMP_DIR_OPTION
-@LAYERS_OPTION
-@LAST_OPTION
+@field_options(Servers, "dump_root", "layers", "last_kind", last_kind=LAST_KIND)
 @click.option(
     "--radix-cache/--no-radix-cache",
     default=False,
@@ -91,37 +74,22 @@ from extractor.servers.sglang_flags import (
 def serve_command(
     context: click.Context,
     /,
-    model: str,
     host: str,
     port: int,
-    radix_cache: bool,
-    preset: str,
-    layers: str | None,
-    last_kind: str | None,
-    log_path: Path | None,
-    stall_s: float,
-    **plugin: Any,
+    **values: Any,
 ) -> None:
     """Start SGLang with the plugin; print its address on stdout when it is ready.
 
     Ends when the server does, or within 20 s of Ctrl-C or SIGTERM, which stop the server's whole
     process tree.
     """
-    options = ServeOptions(
-        engine=EngineOptions(
-            model=model,
-            host=host,
-            port=port or free_port(host),
-            radix_cache=radix_cache,
-            preset=preset,
-            arguments=context.meta[SGLANG_ARGUMENTS],
-        ),
-        plugin=PluginOptions(
-            layers=layers or DEFAULT_LAYERS, last_kind=last_kind or DEFAULT_LAST_KIND, **plugin
-        ),
-        log_path=log_path,
-        stall_s=stall_s,
-    )
+    given = {
+        **values,
+        "host": host,
+        "port": port or free_port(host),
+        "arguments": context.meta[SGLANG_ARGUMENTS],
+    }
+    options = value_of(ServeOptions, given)
     timings = context.find_object(Timings) or DEFAULT_TIMINGS
     run_async(_serve(options, timings), timings=timings.stop)
 

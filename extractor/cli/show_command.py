@@ -9,17 +9,21 @@ from typing import Any
 import click
 
 from extractor.cli.console import print_json, run_async
-from extractor.cli.options import ADDRESS, PATH, TOKENIZER_OPTION
-from extractor.cli.prompt_options import reading_from, reading_options
+from extractor.cli.field_options import field_options, value_of
+from extractor.cli.option_types import ADDRESS
+from extractor.cli.options import Command, prompts_argument
+from extractor.cli.prompt_options import reading_options
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.bounds import MAX_COUNT
+from extractor.core.run_options import Input
 from extractor.intake.prompt_stream import renderer_for
 from extractor.pipeline.show import server_tokenizer, show_row
+from prompts.reading_options import ReadingOptions
 from prompts.types import BadRow
 
 
-@click.command("show")
-@click.argument("prompts", nargs=-1, required=True, type=PATH)
+@click.command("show", cls=Command)
+@prompts_argument("paths")
 @click.option(
     "--row",
     "number",
@@ -28,7 +32,7 @@ from prompts.types import BadRow
     show_default=True,
     help="Number of the row over all files, from 0: that of its sample.",
 )
-@TOKENIZER_OPTION
+@field_options(Input, "tokenizer")
 @click.option(
     "--server",
     "server_url",
@@ -45,7 +49,7 @@ from prompts.types import BadRow
 def show_command(
     context: click.Context,
     /,
-    prompts: tuple[Path, ...],
+    paths: tuple[Path, ...],
     number: int,
     tokenizer: str | None,
     server_url: str,
@@ -57,11 +61,11 @@ def show_command(
 
     The exit status is 1 for a row that gives no prompt.
     """
-    reading = reading_from(values)
+    reading = value_of(ReadingOptions, values)
     require_url(server_url)
     if tokenizer is None:
         tokenizer = run_async(server_tokenizer(server_url))
-    shown = show_row(prompts, renderer_for(tokenizer, reading), number)
+    shown = show_row(paths, renderer_for(tokenizer, reading), number)
     if as_json:
         print_json(shown.to_document())
     else:

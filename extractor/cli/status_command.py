@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live as LiveDisplay
 
 from extractor.cli.console import print_json
-from extractor.cli.options import OUT_ARGUMENT
+from extractor.cli.options import OUT_ARGUMENT, Command
 from extractor.core.errors import UsageError
 from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.overview import failed_table, read_status
@@ -19,7 +19,7 @@ from extractor.status.report import totals_table
 from extractor.status.watcher import watch
 
 
-@click.command("status")
+@click.command("status", cls=Command)
 @OUT_ARGUMENT
 @click.option("--all", "all_failures", is_flag=True, help="List every failed row.")
 @click.option(
@@ -46,10 +46,7 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
     status = read_status(out, all_failures=all_failures)
     begun, identity = status.begun, status.begun.identity
     click.echo(f"{out}: {standing(status.look)}")
-    click.echo(
-        f"{identity.model.path}: boundaries {list(identity.boundaries)}, "
-        f"last {identity.last_kind}, {identity.model.dtype}"
-    )
+    click.echo(f"{identity.model.path}: {identity.capture_text}")
     live = status.look.live
     now = None if live is None else live.session["now"]
     click.echo(totals_table(begun.totals, num_unread=begun.num_unread, now=now))

@@ -9,13 +9,13 @@ import click
 from tqdm import tqdm
 
 from extractor.cli.console import print_json
-from extractor.cli.options import OUT_ARGUMENT
+from extractor.cli.options import OUT_ARGUMENT, Command
 from extractor.core.errors import UsageError
 from extractor.verify.audit import audit
 from extractor.verify.repair import audit_and_repair
 
 
-@click.command("verify")
+@click.command("verify", cls=Command)
 @OUT_ARGUMENT
 @click.option("--fast", is_flag=True, help="Leave out the states' bytes: digests, finiteness.")
 @click.option(

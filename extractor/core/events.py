@@ -7,7 +7,7 @@ from typing import Protocol
 from extractor.core.counters import Counters
 
 
-class Report(Protocol):
+class ReportLine(Protocol):
     """How the parts of a run tell what happens: `Reporter.report`."""
 
     def __call__(

@@ -1,4 +1,4 @@
-"""A histogram of durations. Pure."""
+"""Counts durations in a histogram of fixed size. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BOUNDS_S: Final = (
 )
 
 
-#: The few of these that a histogram shows to others: 1, 2, 5 of each decade.
+#: The bounds that metrics export: 1, 2 and 5 of each decade.
 SHOWN_BOUNDS_S: Final = tuple(
     bound for bound in BOUNDS_S if f"{bound:e}".startswith(("1.000", "2.000", "5.000"))
 )

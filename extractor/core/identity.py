@@ -62,6 +62,11 @@ class Identity:
         return {"model": model.pop("path"), **model, **document}
 
     @property
+    def capture_text(self) -> str:
+        """The captured states, for a person."""
+        return f"boundaries {list(self.boundaries)}, last {self.last_kind}, {self.model.dtype}"
+
+    @property
     def layout(self) -> Layout:
         return Layout(
             boundaries=self.boundaries,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from extractor.core.bounds import MAX_COUNT, require_within
+from extractor.core.bounds import MAX_COUNT
 from extractor.core.errors import UsageError
+from extractor.core.option import Option, check_options
 
 
 class OnTooLong(StrEnum):
@@ -36,17 +37,49 @@ class OnDuplicate(StrEnum):
 class Policy:
     """Raises UsageError for bounds that no prompt can meet."""
 
-    on_too_long: OnTooLong = OnTooLong.SKIP
-    on_bad_row: OnBadRow = OnBadRow.SKIP
-    on_duplicate: OnDuplicate = OnDuplicate.KEEP
-    max_tokens: int | None = None  # beside what the server takes
-    min_tokens: int = 1
-    min_trained: int = 0
+    on_too_long: Annotated[
+        OnTooLong,
+        Option(
+            "--on-too-long",
+            "Prompts longer than the server takes or --max-tokens: fail the row, keep their "
+            "beginning, or stop the run.",
+        ),
+    ] = OnTooLong.SKIP
+    on_bad_row: Annotated[
+        OnBadRow, Option("--on-bad-row", "Rows that give no prompt: fail them, or stop the run.")
+    ] = OnBadRow.SKIP
+    on_duplicate: Annotated[
+        OnDuplicate,
+        Option(
+            "--on-duplicate",
+            "Prompts that an earlier row gave: extract them again, or leave them out (at about "
+            "150 bytes of memory a row).",
+        ),
+    ] = OnDuplicate.KEEP
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            "--max-tokens",
+            "Longest prompt.  [default: what the server takes]",
+            least=1,
+            most=MAX_COUNT,
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int, Option("--min-tokens", "Shortest prompt.", least=1, most=MAX_COUNT)
+    ] = 1
+    min_trained: Annotated[
+        int,
+        Option(
+            "--min-trained",
+            "Minimum trained tokens of a prompt, counted after a cut; prompts with fewer fail.",
+            least=0,
+            most=MAX_COUNT,
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
-        require_within("--max-tokens", self.max_tokens, least=1, most=MAX_COUNT)
-        require_within("--min-tokens", self.min_tokens, least=1, most=MAX_COUNT)
-        require_within("--min-trained", self.min_trained, least=0, most=MAX_COUNT)
+        check_options(self)
         for option, least in (
             ("--min-tokens", self.min_tokens),
             ("--min-trained", self.min_trained),

@@ -1,11 +1,12 @@
-"""What a run is asked to do. Frozen values; every bound is checked where the value is made."""
+"""The options of a run. Frozen values, whose bounds are checked when they are made."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from dataclasses import dataclass, field, replace
 from os.path import realpath
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.bounds import (
@@ -15,16 +16,21 @@ from extractor.core.bounds import (
     MAX_MOVERS,
     MAX_SECONDS,
     MAX_TOKENIZER_WORKERS,
-    require_within,
 )
 from extractor.core.errors import UsageError
 from extractor.core.identity import reading_document
 from extractor.core.locations import DEFAULT_DUMP_ROOT, DEFAULT_OUT, MANIFEST_NAME, SHARDS_DIRECTORY
+from extractor.core.option import Option, check_options
 from extractor.core.row_policy import DEFAULT_POLICY, Policy
 from prompts.reading_options import DEFAULTS, ReadingOptions
 
 DEFAULT_SHARD_BYTES = 4 << 30
 DEFAULT_FILE_MODE = 0o644
+
+
+def default_movers() -> int:
+    """A quarter of the cores, 2 to 8."""
+    return min(8, max(2, (os.cpu_count() or 1) // 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +40,29 @@ class Input:
     paths: tuple[Path, ...]
     reading: ReadingOptions = DEFAULTS  # part of the data set's identity
     policy: Policy = DEFAULT_POLICY  # part of it, too
-    tokenizer: str | None = None  # default: the server's
-    tokenizer_workers: int | None = None  # processes; None: chosen by the number of rows
+    tokenizer: Annotated[
+        str | None,
+        Option(
+            "--tokenizer",
+            "Tokenizer to render with, or none for rows of ids only.  [default: the server's]",
+            metavar="PATH",
+        ),
+    ] = None
+    tokenizer_workers: Annotated[
+        int | None,
+        Option(
+            "--tokenizer-workers",
+            "Processes that tokenise; 0 for none.  [default: a quarter of the cores, 1 to 8, for "
+            "5,000 rows and more]",
+            least=0,
+            most=MAX_TOKENIZER_WORKERS,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if not self.paths:
             raise UsageError("name at least one prompt file")
-        require_within(
-            "--tokenizer-workers", self.tokenizer_workers, least=0, most=MAX_TOKENIZER_WORKERS
-        )
+        check_options(self)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -54,12 +74,23 @@ class Input:
 class Output:
     """The data set: where it is written, and how."""
 
-    directory: Path = DEFAULT_OUT
-    shard_bytes: int = DEFAULT_SHARD_BYTES
+    directory: Annotated[
+        Path, Option("--out", "Directory of the data set. An unfinished one is resumed.")
+    ] = DEFAULT_OUT
+    shard_bytes: Annotated[
+        int,
+        Option(
+            "--shard-size",
+            "A shard is sealed before it grows beyond this, or its header beyond 16 MiB.",
+            least=1,
+            most=MAX_BYTES,
+            default="4GiB",
+        ),
+    ] = DEFAULT_SHARD_BYTES
     file_mode: int = DEFAULT_FILE_MODE  # of the shards
 
     def __post_init__(self) -> None:
-        require_within("--shard-size", self.shard_bytes, least=1, most=MAX_BYTES)
+        check_options(self)
 
     @property
     def manifest_path(self) -> Path:
@@ -74,12 +105,47 @@ class Output:
 class Servers:
     """The servers to send prompts to, and the capture that they must have."""
 
-    urls: tuple[str, ...] = (DEFAULT_SERVER_URL,)
-    dump_root: Path = DEFAULT_DUMP_ROOT
+    urls: Annotated[
+        tuple[str, ...],
+        Option(
+            "--server",
+            "Address of the server. Again for each further one: all must capture the same, and "
+            "dump under the same --dump-dir. Unreachable servers are skipped and retried.  "
+            f"[default: {DEFAULT_SERVER_URL}]",
+            metavar="URL",
+        ),
+    ] = (DEFAULT_SERVER_URL,)
+    dump_root: Annotated[
+        Path, Option("--dump-dir", "Where the server's plugin puts its dumps.")
+    ] = DEFAULT_DUMP_ROOT
     # None: any model, whatever the servers capture.
-    model: str | None = None
-    layers: str | None = None  # eagle3, or boundary indices as in "3,31,59"
-    last_kind: str | None = None
+    model: Annotated[
+        str | None,
+        Option(
+            "--model",
+            "When no server answers, start one with this model and stop it at the end. SGLang's "
+            "own arguments go after --.",
+            metavar="PATH",
+        ),
+    ] = None
+    layers: Annotated[
+        str | None,
+        Option(
+            "--layers",
+            "Boundaries to capture: eagle3, or indices such as 3,31,59. Index b is the residual "
+            "stream entering layer b.",
+            metavar="LIST",
+            default="eagle3",
+        ),
+    ] = None
+    last_kind: Annotated[
+        str | None,
+        Option(
+            "--last",
+            "Last state to keep: after the final norm, before it, or both.",
+            default="post",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if not self.urls:
@@ -96,33 +162,84 @@ class Servers:
 class Load:
     """How much is in progress at once."""
 
-    concurrency: int | None = None  # requests in flight with each server; None: automatic
-    shm_budget_bytes: int | None = None  # default: half of what is free under the dump root
-    num_movers: int = 1  # threads that copy dumps to shards
+    concurrency: Annotated[
+        int | None,  # None: automatic
+        Option(
+            "--concurrency",
+            "Requests in flight with each server; auto: as many as raise its tokens/s.  "
+            "[default: auto]",
+            least=1,
+            most=MAX_CONCURRENCY,
+            metavar="N|auto",
+        ),
+    ] = None
+    shm_budget_bytes: Annotated[
+        int | None,
+        Option(
+            "--shm-budget",
+            "Maximum dump bytes in /dev/shm.  [default: half of what is free and within the "
+            "server's memory limits]",
+            least=1,
+            most=MAX_BYTES,
+        ),
+    ] = None
+    num_movers: Annotated[
+        int,
+        Option(
+            "--movers",
+            "Threads that copy dumps to shards.  [default: a quarter of the cores, 2 to 8]",
+            least=1,
+            most=MAX_MOVERS,
+        ),
+    ] = field(default_factory=default_movers)
 
     def __post_init__(self) -> None:
-        require_within("--concurrency", self.concurrency, least=1, most=MAX_CONCURRENCY)
-        require_within("--shm-budget", self.shm_budget_bytes, least=1, most=MAX_BYTES)
-        require_within("--movers", self.num_movers, least=1, most=MAX_MOVERS)
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
     """How long and how often to try."""
 
-    max_attempts: int = 4  # requests per prompt and session
-    request_timeout_s: float = 600.0  # one request, from sending to the answer
-    dump_timeout_s: float = 60.0  # from the answer to the last piece
-    server_wait_s: float = 0.0  # for a server to come up, or to come back
+    max_attempts: Annotated[
+        int,
+        Option(
+            "--max-attempts",
+            "Requests for one prompt before it is given up.",
+            least=1,
+            most=MAX_COUNT,
+        ),
+    ] = 4
+    request_timeout_s: Annotated[
+        float,
+        Option(
+            "--request-timeout",
+            "From sending a prompt to its complete reply.",
+            least=0.001,
+            most=MAX_SECONDS,
+        ),
+    ] = 600.0
+    dump_timeout_s: Annotated[
+        float,
+        Option(
+            "--dump-timeout",
+            "From the answer to the last piece of the dump.",
+            least=0.001,
+            most=MAX_SECONDS,
+        ),
+    ] = 60.0
+    server_wait_s: Annotated[
+        float,
+        Option(
+            "--server-wait",
+            "How long to wait for a server: at the start until one is up, and when none is left.",
+            least=0,
+            most=MAX_SECONDS,
+        ),
+    ] = 0.0
 
     def __post_init__(self) -> None:
-        require_within("--max-attempts", self.max_attempts, least=1, most=MAX_COUNT)
-        for option, seconds, least in (
-            ("--request-timeout", self.request_timeout_s, 0.001),
-            ("--dump-timeout", self.dump_timeout_s, 0.001),
-            ("--server-wait", self.server_wait_s, 0),
-        ):
-            require_within(option, seconds, least=least, most=MAX_SECONDS)
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +249,20 @@ class RunOptions:
     input: Input
     output: Output = Output()
     servers: Servers = Servers()
-    load: Load = Load()
+    load: Load = field(default_factory=Load)
     patience: Patience = Patience()
-    retry_failed: bool = False  # try rows again that an earlier session gave up
-    allow_model_change: bool = False  # continue with a server that computes other states
+    retry_failed: Annotated[
+        bool, Option("--retry-failed", "Try again the rows that an earlier session gave up.")
+    ] = False
+    allow_model_change: Annotated[
+        bool,
+        Option(
+            "--allow-model-change",
+            "Continue a data set although the server now computes different states: other "
+            "weights, KV-cache dtype, quantization. Its rows are stored beside the old ones; "
+            "dataset.json and the manifest record which server start computed each row.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         out, dump_root = self.output.directory, self.servers.dump_root

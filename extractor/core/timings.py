@@ -98,7 +98,6 @@ class DispatchTimings:
     retry_max_s: float = 30.0  # longest delay after any
     death_shows_s: float = 2.0  # after a broken connection, until a dead server is found dead
     return_pause_s: float = 2.0  # between two looks whether a lost server has come back
-    full_pause_s: float = 0.2  # between two looks whether a full dump root has room again
 
 
 @dataclass(frozen=True, kw_only=True)

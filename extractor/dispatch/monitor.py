@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.errors import ExtractorError, ServerGone, ServerLost, SpaceError
-from extractor.core.events import Report
+from extractor.core.events import ReportLine
 from extractor.core.failure import Failure, FailureKind
 from extractor.core.timings import Timings
 from extractor.dispatch.health import Ending, Health, HealthState
@@ -40,7 +40,7 @@ class Monitor:
         collector: Collector,
         run_id: str,
         timings: Timings,
-        report: Report,
+        report: ReportLine,
         wake: Callable[[], None],
     ) -> None:
         """`wake`: called whenever the server's limit may have changed."""

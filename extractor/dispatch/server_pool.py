@@ -21,7 +21,7 @@ from extractor.core.errors import (
     ServerUnreachable,
     first_known,
 )
-from extractor.core.events import Report
+from extractor.core.events import ReportLine
 from extractor.core.failure import Failure
 from extractor.core.request import Limits
 from extractor.core.rids import rid_prefix
@@ -116,7 +116,7 @@ class ServerPool:
         return [server.connection for server in self.servers if server.connection is not None]
 
     @property
-    def _report(self) -> Report:
+    def _report(self) -> ReportLine:
         return self._recorder.report
 
     async def run(self) -> None:

@@ -18,7 +18,7 @@ from server_patch.dump_format import DumpFormatError, open_dump
 
 
 class SampleFault(Exception):
-    """The dumps of a sample are not what was promised; nothing of it was kept."""
+    """The dumps of a sample are wrong; nothing of it was kept."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.detail)
@@ -27,8 +27,16 @@ class SampleFault(Exception):
 
 def check_tokens(prompt: Prompt, piece: DumpPiece) -> None:
     """Raise SampleFault when a piece does not hold the tokens that were sent, or vanished."""
-    with _opened(piece) as source:
-        _check_ids(prompt, piece, source)
+    with opened(piece) as source:
+        check_tokens_in(source, prompt, piece)
+
+
+def check_tokens_in(source: int | bytes, prompt: Prompt, piece: DumpPiece) -> None:
+    """`check_tokens` of a piece that is `opened`."""
+    found = np.frombuffer(_read(source, piece, "input_ids"), dtype=np.dtype("<i4"))
+    failure = check_ids(prompt.input_ids, found, start=piece.start)
+    if failure is not None:
+        raise SampleFault(failure)
 
 
 def tensor_bytes(piece: DumpPiece, name: str) -> bytes:
@@ -36,28 +44,21 @@ def tensor_bytes(piece: DumpPiece, name: str) -> bytes:
 
     Raises SampleFault when the dump has vanished or is truncated.
     """
+    with opened(piece) as source:
+        return bytes(_read(source, piece, name))
+
+
+def _read(source: int | bytes, piece: DumpPiece, name: str) -> bytearray:
     span = piece.handle.dump.tensors[name]
     data = bytearray(span.size_bytes)
-    with _opened(piece) as source, _still_whole(piece):
+    with still_whole(piece):
         read_into(source, memoryview(data), span.begin)
-    return bytes(data)
-
-
-def _check_ids(prompt: Prompt, piece: DumpPiece, source: int | bytes) -> None:
-    span = piece.handle.dump.tensors["input_ids"]
-    data = bytearray(span.size_bytes)
-    with _still_whole(piece):
-        read_into(source, memoryview(data), span.begin)
-    failure = check_ids(
-        prompt.input_ids, np.frombuffer(data, dtype=np.dtype("<i4")), start=piece.start
-    )
-    if failure is not None:
-        raise SampleFault(failure)
+    return data
 
 
 @contextmanager
-def _still_whole(piece: DumpPiece) -> Iterator[None]:
-    """Its size was right when it was collected: an early end means that somebody cut it since."""
+def still_whole(piece: DumpPiece) -> Iterator[None]:
+    """Raise SampleFault for an early end: the size was right when the piece was collected."""
     try:
         yield
     except EOFError as error:
@@ -66,32 +67,29 @@ def _still_whole(piece: DumpPiece) -> Iterator[None]:
         ) from error
 
 
-class _opened:
-    """Opens a piece's dump for reading, unless it was read whole; a vanished one is the sample's
-    fault, not a crash."""
+@contextmanager
+def opened(piece: DumpPiece) -> Iterator[int | bytes]:
+    """The source to read a piece's dump from: its content, if it was read whole, or a descriptor.
 
-    def __init__(self, piece: DumpPiece) -> None:
-        self._piece = piece
-        self._descriptor = -1
-
-    def __enter__(self) -> int | bytes:
-        if self._piece.handle.content is not None:
-            return self._piece.handle.content
-        path = self._piece.handle.path
-        try:
-            self._descriptor = open_dump(path)
-        except DumpFormatError as error:
-            raise SampleFault(Failure(reason=Reason.DUMP_CORRUPT, detail=str(error))) from error
-        except FileNotFoundError as error:
-            raise SampleFault(
-                Failure(
-                    reason=Reason.DUMP_MISSING,
-                    detail=f"{path} vanished before it was copied (systemd's RemoveIPC, or "
-                    "somebody cleaned up)",
-                )
-            ) from error
-        return self._descriptor
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+    Raises SampleFault for a dump that has vanished.
+    """
+    if piece.handle.content is not None:
+        yield piece.handle.content
+        return
+    path = piece.handle.path
+    try:
+        descriptor = open_dump(path)
+    except DumpFormatError as error:
+        raise SampleFault(Failure(reason=Reason.DUMP_CORRUPT, detail=str(error))) from error
+    except FileNotFoundError as error:
+        raise SampleFault(
+            Failure(
+                reason=Reason.DUMP_MISSING,
+                detail=f"{path} vanished before it was copied (systemd's RemoveIPC, or somebody "
+                "cleaned up)",
+            )
+        ) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""`extractor doctor`: what a run needs, one line each: OK, or PROBLEM and what to do."""
+"""Checks the requirements of a run, for `extractor doctor`: OK or PROBLEM, and the remedy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Predicts the size of a run from its rows: counts, lengths, bytes. Pure; memory does not grow
-with the number of rows."""
+"""Predicts the size of a run from its rows. Pure; memory does not grow with their number."""
 
 from __future__ import annotations
 
@@ -194,10 +193,10 @@ class DryRun:
             rows.append(("free there", amount(self.free_bytes)))
             rows.append(("shard files, about", f"{self.forecast.num_shards:,}"))
         if peak is not None:
-            rows.append(("most bytes of dumps at a time", amount(peak)))
+            rows.append(("peak /dev/shm", amount(peak)))
         if speed is not None:
             rows.append(("speed of the server", f"{speed.tokens_per_s:,.0f} tok/s"))
-            rows.append(("time it will take", duration(counts.num_tokens / speed.tokens_per_s)))
+            rows.append(("estimated time", duration(counts.num_tokens / speed.tokens_per_s)))
         lines = [table(rows)]
         if output is None:
             lines.append(

@@ -1,4 +1,4 @@
-"""What a run is and how far earlier sessions came with it, as the manifest has it."""
+"""Continues a data set: the state that earlier sessions left, and checks that nothing changed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_NAMES = 4
 
 @dataclass(kw_only=True)
 class RunState:
-    """What earlier sessions left, and the numbers of this one."""
+    """The rows that earlier sessions settled, and the counters of this one."""
 
     run_id: str
     settled: bytearray  # 1 for each row that needs no more work, by ordinal

@@ -274,9 +274,7 @@ class _Extraction:
         rows, report = self.counters.rows, self.reporter.report
         report(
             f"{identity.model.path} at {', '.join(target.url for target in targets)}: "
-            f"boundaries {list(identity.boundaries)}, last {identity.last_kind}, "
-            f"{identity.model.dtype}; "
-            f"{rows.total:,} rows, {rows.settled:,} settled before"
+            f"{identity.capture_text}; {rows.total:,} rows, {rows.settled:,} settled before"
         )
         if self.options.load.shm_budget_bytes is None:
             ranks = [rank for target in targets for rank in target.ranks]

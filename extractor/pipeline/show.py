@@ -1,4 +1,4 @@
-"""`extractor show`: one row as the model and the drafter will see it."""
+"""Shows one row as the model and the drafter will see it, for `extractor show`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """One row and what becomes of it."""
+    """One row, and its prompt or the reason why it gives none."""
 
     item: Prompt | BadRow
     num_rows: int  # of all files

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from extractor.core.errors import ConfigMismatch, PluginError, ServerUnreachable
-from extractor.core.events import Report
+from extractor.core.events import ReportLine
 from extractor.core.request import Limits
 from extractor.core.rids import RID_PREFIX
 from extractor.core.run_options import RunOptions, Servers
@@ -49,7 +49,7 @@ class Target:
 
 
 async def require_targets(
-    clients: Sequence[Client], options: RunOptions, *, report: Report
+    clients: Sequence[Client], options: RunOptions, *, report: ReportLine
 ) -> list[Target | None]:
     """The target of each server; None for one that does not answer, if another does.
 

@@ -1,4 +1,4 @@
-"""`dataset.json`: where a data set comes from. Pure."""
+"""Makes `dataset.json`, the provenance of a data set. Pure."""
 
 from __future__ import annotations
 

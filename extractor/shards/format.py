@@ -1,6 +1,6 @@
-"""The contract of a shard file: a valid safetensors file of many samples. Pure.
+"""Defines the layout of a shard file: a valid safetensors file of many samples. Pure.
 
-| bytes | what |
+| bytes | content |
 |---|---|
 | 0..8 | n, unsigned 64-bit little-endian: size of the header |
 | 8..8+n | JSON header, padded with spaces to the room that was kept for it |
@@ -139,7 +139,7 @@ def samples_that_fit(room_bytes: int, layout: Layout) -> int:
 
 
 def shard_metadata(identity: Identity) -> dict[str, str]:
-    """What a shard says of itself; strings, as safetensors demands."""
+    """The metadata in a shard's header; strings, as safetensors requires."""
     return {
         "format": "hidden-state-extractor",
         "format_version": str(SHARD_FORMAT_VERSION),

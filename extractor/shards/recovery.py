@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from extractor.core.errors import UsageError
-from extractor.core.events import Report
+from extractor.core.events import ReportLine
 from extractor.core.humanize import counted
 from extractor.core.locations import MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.shards.format import shard_name
@@ -32,7 +32,7 @@ from manifest.writer_thread import StoreOwner
 
 @dataclass(frozen=True, kw_only=True)
 class OpenShard:
-    """A shard that takes more samples, and those it has, in file order."""
+    """A shard that takes more samples, and its samples, in file order."""
 
     shard: Shard
     rows: tuple[StoredRow, ...]
@@ -40,14 +40,14 @@ class OpenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciled:
-    """What earlier sessions left."""
+    """The shards that earlier sessions left."""
 
     open_shards: tuple[OpenShard, ...]
     lost: tuple[int, ...]  # ordinals of stored samples whose bytes are gone; PLANNED again
     next_number: int  # of a new shard
 
 
-async def reconcile(owner: StoreOwner, directory: Path, *, report: Report) -> Reconciled:
+async def reconcile(owner: StoreOwner, directory: Path, *, report: ReportLine) -> Reconciled:
     """Reopen shards whose end is gone, register those that were sealed, and list the open ones.
 
     Raises UsageError for shards that the manifest should know of and does not, OSError.

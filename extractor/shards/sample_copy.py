@@ -1,4 +1,4 @@
-"""Edge: one pass from a sample's dumps to its place in a shard: read, hash, check, write."""
+"""Copies a sample from its dumps to its place in a shard in one pass: read, hash, check, write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import xxhash
 
 from extractor.core.checks import check_finite
 from extractor.core.layout import Layout
-from extractor.dumps.dump_piece import SampleFault, _check_ids, _opened, _still_whole
+from extractor.dumps.dump_piece import SampleFault, check_tokens_in, opened, still_whole
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.system.direct_io import AppendFile
 from extractor.system.files import read_into
@@ -32,13 +32,13 @@ def append_sample(
     digest = xxhash.xxh3_128()
     try:
         with ExitStack() as stack:
-            opened = [(piece, stack.enter_context(_opened(piece))) for piece in pieces]
-            for piece, source in opened:
-                _check_ids(prompt, piece, source)
+            sources = [(piece, stack.enter_context(opened(piece))) for piece in pieces]
+            for piece, source in sources:
+                check_tokens_in(source, prompt, piece)
             for name in layout.state_names:
-                for piece, source in opened:
+                for piece, source in sources:
                     span = piece.handle.dump.tensors[name]
-                    with _still_whole(piece):
+                    with still_whole(piece):
                         for block, at in appended(file, source, span.begin, span.end):
                             failure = check_finite(
                                 block, at=at, name=name, start=piece.start, layout=layout

@@ -1,4 +1,4 @@
-"""Edge: shard files, written in durable order and read without trust.
+"""Writes shard files in durable order, and inspects what is on disk.
 
 An open shard is `shards/.shard-000000.open`: header room, then samples. `sync` makes the samples
 so far durable; only then may the manifest call them stored. Sealing writes the header, syncs,
@@ -60,7 +60,7 @@ class ShardSettings:
 
 
 class ShardWriter:
-    """One open shard and the thread that fills it. Not thread-safe."""
+    """Appends samples to one open shard. Not thread-safe."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""How a look at a run is shown: a page for a terminal, a line for a log. Pure but for `rich`."""
+"""Formats a look at a run: a page for a terminal, a line for a log. Pure, except for `rich`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -22,6 +22,8 @@ from extractor.status.watcher import Begun, Look
 from manifest.states import State
 
 _GAP = 2  # columns between figures
+_NAME: Final = {"style": "dim", "no_wrap": True}
+_RIGHT: Final = {"justify": "right", "no_wrap": True}
 _STAGE_NAMES = {
     Stage.REQUEST: "request",
     Stage.ARRIVAL: "dump after answer",
@@ -29,12 +31,12 @@ _STAGE_NAMES = {
     Stage.COPY: "copy of a sample",
     Stage.SYNC: "sync of a group",
     Stage.COMMIT: "commit of a group",
-    Stage.RESIDENCY: "dump under its root",
+    Stage.RESIDENCY: "dump lifetime",
 }
 
 
 def page(look: Look) -> RenderableType:
-    """All there is to see, for a terminal of any width."""
+    """All figures, for a terminal of any width."""
     parts: list[RenderableType] = [_title(look)]
     if look.begun is not None:
         parts += [_bar(look.begun), _rows(look.begun, None if look.is_over else look.live)]
@@ -43,8 +45,8 @@ def page(look: Look) -> RenderableType:
         servers = look.live.session["now"]["servers"]
         if not look.is_over and _are_worth_a_table(servers):
             parts += [Rule(style="dim"), _servers(servers)]
-        # The session's last second is not in it: a run takes its file with it.
-        title = "stages, as last told before the end" if look.is_over else ""
+        # Without the session's last second: a run removes its file when it ends.
+        title = "stages, as last reported" if look.is_over else ""
         parts += [Rule(title, style="dim"), _stages(look.live.session["stages"])]
     if look.begun is not None and look.begun.totals.by_reason:
         parts += [Rule(style="dim"), _failures(look.begun)]
@@ -52,7 +54,7 @@ def page(look: Look) -> RenderableType:
 
 
 def line(look: Look) -> str:
-    """The same in a line."""
+    """The main figures, in one line."""
     if look.begun is None:
         return f"{look.out}: {standing(look)}"
     parts = [
@@ -73,7 +75,7 @@ def line(look: Look) -> str:
             ]
         parts += [
             f"{session['tokens_per_s']:,.0f} tok/s mean",
-            f"dumps lie {milliseconds(residency['p50_ms'] / 1e3)} p50, "
+            f"dump lifetime {milliseconds(residency['p50_ms'] / 1e3)} p50, "
             f"{milliseconds(residency['p99_ms'] / 1e3)} p99",
         ]
     return f"{', '.join(parts)}; {standing(look)}"
@@ -86,7 +88,7 @@ def _servers_in_short(servers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def standing(look: Look) -> str:
-    """Whether somebody is at work, and what is to be done where nobody is."""
+    """Whether a process is at work, and the remedy if the run ended unfinished."""
     if look.is_done:
         return "done"
     if look.writer is None:
@@ -95,9 +97,9 @@ def standing(look: Look) -> str:
     if look.begun is None:
         return f"process {look.writer} is starting"
     if look.live is None:
-        return f"process {look.writer} sends nothing (it begins, ends, or waits for its server)"
+        return f"process {look.writer} is idle (starting, finishing, or waiting for a server)"
     if look.live.age_s > DEFAULT_TIMINGS.status.old_s:
-        return f"process {look.writer} has said nothing for {look.live.age_s:.0f} s"
+        return f"process {look.writer} has not reported for {look.live.age_s:.0f} s"
     return f"process {look.writer} is at work"
 
 
@@ -109,25 +111,16 @@ def _title(look: Look) -> Text:
     )
     if look.begun is not None:
         identity = look.begun.identity
-        title.append(
-            f"\n{identity.model.path}: boundaries {list(identity.boundaries)}, "
-            f"last {identity.last_kind}, {identity.model.dtype}",
-            style="dim",
-        )
+        title.append(f"\n{identity.model.path}: {identity.capture_text}", style="dim")
     return title
 
 
 def _bar(begun: Begun) -> Table:
-    settled = begun.num_settled
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(ratio=1)
-    grid.add_column(justify="right", no_wrap=True)
-    share = settled / max(1, begun.num_rows)
-    grid.add_row(
-        ProgressBar(total=max(1, begun.num_rows), completed=settled),
-        Text(f"{100 * share:.1f} %  {settled:,} of {counted(begun.num_rows, 'row')}"),
-    )
-    return grid
+    num_settled, num_rows = begun.num_settled, begun.num_rows
+    share = num_settled / max(1, num_rows)
+    text = f"{100 * share:.1f} %  {num_settled:,} of {counted(num_rows, 'row')}"
+    bar = ProgressBar(total=max(1, num_rows), completed=num_settled)
+    return _grid([{"ratio": 1}, _RIGHT], [(bar, text)], gap=1)
 
 
 def _rows(begun: Begun, live: Live | None) -> _Figures:
@@ -179,63 +172,69 @@ class _Figures:
         yield self._in_rows(2 if is_wide else 1)
 
     def _in_rows(self, per_row: int) -> Table:
-        grid = Table.grid(padding=(0, _GAP), expand=True)
-        for _ in range(per_row):
-            grid.add_column(style="dim", no_wrap=True)
-            grid.add_column(justify="right", no_wrap=True, ratio=1)
-        for start in range(0, len(self.cells), per_row):
-            grid.add_row(*chain.from_iterable(self.cells[start : start + per_row]))
-        return grid
+        rows = [
+            [*chain.from_iterable(self.cells[start : start + per_row])]
+            for start in range(0, len(self.cells), per_row)
+        ]
+        return _grid([_NAME, {**_RIGHT, "ratio": 1}] * per_row, rows)
 
 
 def _stages(stages: Mapping[str, Mapping[str, float]]) -> Table:
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(style="dim", no_wrap=True)
-    for _ in range(4):  # as wide as their figures: of equal widths, one would be cut
-        grid.add_column(justify="right", no_wrap=True)
-    grid.add_row("stage", *(Text(name, style="dim") for name in ("count", "p50", "p99", "longest")))
+    rows: list[Sequence[RenderableType]] = [_header("stage", "count", "p50", "p99", "longest")]
     for stage, name in _STAGE_NAMES.items():
         figures = stages[stage]
-        grid.add_row(
-            name,
-            f"{figures['count']:,}",
-            *(milliseconds(figures[f"{kind}_ms"] / 1e3) for kind in ("p50", "p99", "max")),
-        )
-    return grid
+        quantiles = (milliseconds(figures[f"{kind}_ms"] / 1e3) for kind in ("p50", "p99", "max"))
+        rows.append((name, f"{figures['count']:,}", *quantiles))
+    # Columns as wide as their figures: of equal widths, one would be cut.
+    return _grid([_NAME, *[_RIGHT] * 4], rows)
 
 
 def _are_worth_a_table(servers: Sequence[Mapping[str, Any]]) -> bool:
-    """What one server does is what the session does."""
+    """Not for one server that is up: its figures are those of the session."""
     return len(servers) > 1 or not all(server["is_up"] for server in servers)
 
 
 def _servers(servers: Sequence[Mapping[str, Any]]) -> Table:
-    grid = Table.grid(padding=(0, _GAP), expand=True)
-    grid.add_column(overflow="fold", ratio=1)
-    for _ in range(3):
-        grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(*(Text(name, style="dim") for name in ("server", "", "in flight", "answered")))
+    rows: list[Sequence[RenderableType]] = [_header("server", "", "in flight", "answered")]
     for server in servers:
-        grid.add_row(
-            server["url"],
-            Text("up", style="green") if server["is_up"] else Text("away", style="yellow"),
-            f"{server['in_flight']:,} of {server['request_limit']:,}",
-            f"{server['prompts']:,}",
+        rows.append(
+            (
+                server["url"],
+                Text("up", style="green") if server["is_up"] else Text("away", style="yellow"),
+                f"{server['in_flight']:,} of {server['request_limit']:,}",
+                f"{server['prompts']:,}",
+            )
         )
-    return grid
+    return _grid([{"overflow": "fold", "ratio": 1}, *[_RIGHT] * 3], rows)
 
 
 def _failures(begun: Begun) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(justify="right", style="red")
-    for reason, count in sorted(begun.totals.by_reason.items(), key=lambda item: -item[1]):
-        grid.add_row(reason.value, f"{count:,}")
+    reasons = sorted(begun.totals.by_reason.items(), key=lambda item: -item[1])
+    rows = [(reason.value, f"{count:,}") for reason, count in reasons]
+    return _grid([{"no_wrap": True}, {**_RIGHT, "style": "red"}], rows, is_wide=False)
+
+
+def _header(*names: str) -> list[Text]:
+    return [Text(name, style="dim") for name in names]
+
+
+def _grid(
+    columns: Sequence[Mapping[str, Any]],
+    rows: Iterable[Sequence[RenderableType]],
+    *,
+    gap: int = _GAP,
+    is_wide: bool = True,
+) -> Table:
+    grid = Table.grid(padding=(0, gap), expand=is_wide)
+    for column in columns:
+        grid.add_column(**column)
+    for row in rows:
+        grid.add_row(*row)
     return grid
 
 
 def _eta(begun: Begun, live: Live) -> str:
-    """From the rows of late; they are not equally long, so it is about so long."""
+    """Estimated from the recent rows per second; rows differ in length, so it is rough."""
     rows_per_s = float(live.session["now"]["rows_per_s"])
     if not begun.num_left:
         return "none"

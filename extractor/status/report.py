@@ -1,4 +1,4 @@
-"""The rows of a run in numbers, for people and for programs. Pure."""
+"""Formats the counts of rows and of a session, as text and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manifest.states import State
 
 
 def totals_document(totals: Totals) -> dict[str, Any]:
-    """The part that the JSON of `run`, `verify` and `status` has in common."""
+    """The common part of the JSON of `run`, `verify` and `status`."""
     return {
         "rows": {state.value: totals.by_state.get(state, 0) for state in State},
         "failed": {reason.value: count for reason, count in sorted(totals.by_reason.items())},
@@ -54,7 +54,7 @@ def totals_table(
 
 
 def session_document(counters: Counters) -> dict[str, Any]:
-    """What `extractor run --json` ends with and `extractor status` shows meanwhile.
+    """The session in the JSON of `extractor run`, and in `.live.json` meanwhile.
 
     Counts are of this session, but for `input_rows` and `settled_before`; `now` is of the moment.
     """
@@ -100,7 +100,7 @@ def session_document(counters: Counters) -> dict[str, Any]:
 
 
 def durations_document(durations: Durations) -> dict[str, float]:
-    """How many there were, and milliseconds; p50 and p99 are at most 12 % too high."""
+    """Count and milliseconds; p50 and p99 are at most 12 % too high."""
     return {
         "count": durations.count,
         "mean_ms": 1e3 * durations.mean_s,

@@ -92,7 +92,8 @@ class JsonReporter(LineReporter):
     """
 
     def report(self, message: str, **fields: Any) -> None:
-        print(log_line(message, **fields), file=self._stream, flush=True)
+        self._stream.write(f"{log_line(message, **fields)}\n")  # at once: other threads log there
+        self._stream.flush()
 
 
 class Together:

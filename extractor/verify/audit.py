@@ -1,4 +1,4 @@
-"""`extractor verify`: proves a data set from its shards and its manifest alone.
+"""Proves a data set from its shards and its manifest alone, for `extractor verify`.
 
 Both are untrusted: every value is checked before it is used, sizes are compared with the file
 before anything is read into memory, and unreadable data is reported as a finding.

@@ -1,4 +1,4 @@
-"""The findings of `extractor verify` and how they are shown. Pure."""
+"""Collects and formats the findings of `extractor verify`. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _OF_A_SHARD = _OF_A_SAMPLE | {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong."""
+    """One problem, and its place."""
 
     kind: FindingKind
     detail: str

@@ -1,4 +1,4 @@
-"""`extractor verify --repair`: keep what is proven; the next run extracts the rest again.
+"""Keeps the proven samples of a damaged data set; the next run extracts the others again.
 
 A shard with anything wrong in it is left for a new one that gets its sound samples, in the order in
 which a run stores them: copy (and prove once more), fdatasync, one manifest commit, and only then

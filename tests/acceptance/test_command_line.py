@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,9 +26,11 @@ from helpers import (
 )
 
 from acceptance.tool import PATIENCE_S, REPOSITORY, Fake, Tool, fake_server, wait_until
+from extractor.cli.console import console
 from extractor.cli.main import cli, main
-from extractor.cli.option_types import ByteSize, Seconds
+from extractor.cli.option_types import ByteSize, GivenPath, OneOf, Seconds
 from extractor.system.signals import STOP_SIGNALS
+from prompts.ambient import parse_moment
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,15 +56,13 @@ def test_an_interrupt_while_the_command_is_still_being_imported_is_130(tmp_path:
         return ran.stderr
 
     assert told_by("--help") == "interrupted\n"
-    told = json.loads(told_by("run", "p.jsonl", "--log-json"))
-    assert (told["event"], told["message"], told["exit_status"]) == ("error", "interrupted", 130)
+    assert told_by("run", "p.jsonl", "--log-json") == "interrupted\n"  # no option is read yet
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "p.jsonl", "--log-json"]])
 def test_a_signal_while_the_command_is_still_being_imported_is_130(
-    tmp_path: Path, number: signal.Signals, arguments: list[str]
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     """A module that is never imported to its end stands for slow ones; it swallows exceptions."""
     (tmp_path / "tqdm.py").write_text(
@@ -74,7 +76,7 @@ def test_a_signal_while_the_command_is_still_being_imported_is_130(
     )
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
-        [sys.executable, "-m", "extractor", *arguments],
+        [sys.executable, "-m", "extractor", "--help"],
         env={**os.environ, "PYTHONPATH": python_path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -88,10 +90,7 @@ def test_a_signal_while_the_command_is_still_being_imported_is_130(
         finally:
             process.kill()
     assert process.returncode == 130
-    if "--log-json" in arguments:
-        assert json.loads(errors)["message"] == "interrupted"
-    else:
-        assert errors == "interrupted\n"
+    assert errors == "interrupted\n"
 
 
 # --- exit codes -------------------------------------------------------------------------------
@@ -543,6 +542,37 @@ def test_a_traceback_is_shown_only_when_asked_for(tool: Tool, prompts_path: Path
     command = ["run", prompts_path, "--server", "http://127.0.0.1:9"]
     assert "Traceback" not in tool(*command).stderr
     assert "Traceback" in tool("-v", *command).stderr
+    assert "Traceback" in tool(*command, "-v").stderr
+    tool.environment = {"EXTRACTOR_VERBOSE": "1"}
+    assert "Traceback" in tool(*command).stderr
+
+
+def test_the_log_names_the_session_with_v_and_each_prompt_with_vv(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    quiet = tool.run(prompts_path, tmp_path / "a", fake)
+    assert len(quiet.stderr.splitlines()) == 1
+    one = tool.run(prompts_path, tmp_path / "b", fake, "-v").stderr
+    assert " INFO extractor.shards.sequence: shard sealed shard=0 samples=12\n" in one
+    assert " DEBUG " not in one
+    two = tool.run(prompts_path, tmp_path / "c", fake, "-vv").stderr
+    assert (
+        len(re.findall(r" DEBUG extractor\.shards\.mover: committed rid=xtr-\S+ row=\d+\n", two))
+        == 12
+    )
+
+
+def test_the_log_is_objects_among_the_others(
+    tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path
+) -> None:
+    ran = tool.run(prompts_path, tmp_path / "out", fake, "--log-json", "-vv")
+    lines = [json.loads(line) for line in ran.stderr.splitlines()]
+    assert lines[-1]["event"] == "finished"
+    committed = [line for line in lines if line["message"].startswith("committed rid=")]
+    assert len(committed) == 12
+    assert {(line["event"], line["level"], line["logger"]) for line in committed} == {
+        ("log", "debug", "extractor.shards.mover")
+    }
 
 
 @pytest.mark.slow
@@ -590,6 +620,144 @@ def test_every_option_has_a_variable_of_its_name() -> None:
             if isinstance(parameter, click.Option):
                 option = parameter.opts[-1].removeprefix("--").replace("-", "_")
                 assert parameter.envvar == f"EXTRACTOR_{name}_{option}".upper()
+
+
+def option_of(command: str, name: str) -> click.Option:
+    """The option of that name, of a command or, with "", of `extractor` itself."""
+    params = cli.commands[command].params if command else cli.params
+    return next(
+        option for option in params if isinstance(option, click.Option) and option.name == name
+    )
+
+
+#: A value that is not the default, for options whose type does not give one.
+VALUES: dict[str, tuple[str, Any]] = {
+    "host": ("::1", "::1"),
+    "kwargs": ('{"a": 1}', {"a": 1}),
+    "now": ("2026-01-31", parse_moment("2026-01-31")),
+    "role_map": ("human=user bot=assistant", {"human": "user", "bot": "assistant"}),
+    "server_url": ("http://a:1", "http://a:1"),
+    "urls": ("http://a:1, http://b:2", ("http://a:1", "http://b:2")),
+    "fields": ("q,a", ("q", "a")),
+    "ignored_columns": ("a b", ("a", "b")),
+    "concurrency": ("9", 9),
+}
+
+
+def value_for(option: click.Option, template: Path) -> tuple[str, Any]:
+    """A value other than the default, as a variable holds it and as the command gets it."""
+    if option.name in VALUES:
+        return VALUES[option.name]
+    if option.name == "text":
+        return str(template), template.read_text()
+    if option.is_flag:
+        return ("0", False) if option.default is True else ("1", True)
+    match option.type:
+        case OneOf(choices=choices) | click.Choice(choices=choices):
+            return choices[-1], choices[-1]
+        case click.IntRange():
+            return "7", 7
+        case ByteSize():
+            return "5KiB", 5120
+        case Seconds():
+            return "7.5", 7.5
+        case GivenPath():
+            return "some/where", Path("some/where")
+    return "some-text", "some-text"
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (command, option.name)
+        for command in COMMANDS
+        for option in cli.commands[command].params
+        if isinstance(option, click.Option) and option.name != "verbose"
+    ],
+)
+def test_every_option_is_set_by_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str
+) -> None:
+    template = tmp_path / "template"
+    template.write_text("{{ messages }}")
+    option = option_of(command, name)
+    text, value = value_for(option, template)
+    before = parsed(command, name, monkeypatch)
+    assert isinstance(option.envvar, str)
+    monkeypatch.setenv(option.envvar, text)
+    assert parsed(command, name, monkeypatch) == value != before
+
+
+def parsed(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a command gets for an option, without arguments beyond those that it needs."""
+    words = {"run": ["p.jsonl"], "show": ["p.jsonl"], "serve": ["--model", "m"]}.get(command, [])
+    if (command, name) == ("serve", "model"):
+        words = []
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(cli.commands[command], "callback", lambda *_, **values: got.update(values))
+    with suppress(click.MissingParameter):
+        cli.main([command, *words], standalone_mode=False)
+    return got.get(name)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+@pytest.mark.parametrize("verbosity", [1, 2])
+def test_verbosity_is_set_by_a_variable_of_each_command_and_of_all(
+    monkeypatch: pytest.MonkeyPatch, command: str, verbosity: int
+) -> None:
+    variable = f"EXTRACTOR_{command}_VERBOSE" if command else "EXTRACTOR_VERBOSE"
+    logger = logging.getLogger("extractor")
+    try:
+        console.reset()
+        monkeypatch.setenv(variable.upper(), str(verbosity))
+        parsed(command or "status", "verbose", monkeypatch)
+        assert console.verbosity == verbosity
+        assert logger.level == (logging.INFO, logging.DEBUG)[verbosity - 1]
+    finally:
+        console.reset()
+    assert (logger.level, console.verbosity) == (logging.NOTSET, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "is_object"),
+    [
+        (["run", "p.jsonl", "--nonsense", "--log-json"], {}, True),
+        (["run", "p.jsonl", "--log-json", "--out"], {}, True),
+        (["run", "p.jsonl", "--concurrency", "x"], {"EXTRACTOR_RUN_LOG_JSON": "1"}, True),
+        (["run"], {"EXTRACTOR_RUN_LOG_JSON": "1"}, True),
+        (["run", "nowhere.jsonl", "--log-json"], {}, True),
+        (["run", "p.jsonl", "--nonsense", "--", "--log-json"], {}, False),
+        (["status", "run"], {"EXTRACTOR_RUN_LOG_JSON": "1"}, False),
+        (["verify", "--nonsense"], {"EXTRACTOR_RUN_LOG_JSON": "1"}, False),
+        (["run", "p.jsonl", "--nonsense"], {"EXTRACTOR_RUN_LOG_JSON": "0"}, False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_an_error_is_an_object_where_the_options_of_its_command_say_so(
+    tmp_path: Path,
+    arguments: list[str],
+    variables: dict[str, str],
+    is_object: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["extractor", *arguments])
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        console.reset()
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("{") is is_object, shown.err
+    if is_object:
+        (line,) = shown.err.splitlines()
+        told = json.loads(line)
+        assert (told["event"], told["exit_status"]) == ("error", 2)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

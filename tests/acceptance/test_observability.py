@@ -121,7 +121,7 @@ def test_watch_in_a_terminal_is_a_page_that_ctrl_c_leaves(
     assert "92.3 %  12 of 13 rows" in text
     assert "1 of 8" in text
     assert "bad_json  1" in text
-    assert "dump under its root" in text
+    assert "dump lifetime" in text
 
 
 def test_a_killed_run_is_over_for_whoever_watches(

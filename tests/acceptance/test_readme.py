@@ -50,7 +50,7 @@ def test_every_command_is_in_the_table() -> None:
 def test_the_two_commands_on_the_same_host_and_the_reading_of_a_shard(
     tool: Tool, fake: Fake
 ) -> None:
-    """`extractor run prompts.jsonl`, `extractor verify`, then the Python block, word for word."""
+    """`extractor run prompts.jsonl`, `extractor verify`, then the Python blocks, word for word."""
     (block,) = [block for block in blocks("sh") if "extractor verify " in block]
     write_prompts(tool.cwd / "prompts.jsonl", make_prompts(3))
     environment = {
@@ -60,7 +60,9 @@ def test_the_two_commands_on_the_same_host_and_the_reading_of_a_shard(
         "EXTRACTOR_RUN_DUMP_DIR": str(fake.root),
         "EXTRACTOR_RUN_TOKENIZER": "none",
     }
-    for script in (["bash", "-ec", block], [sys.executable, "-c", blocks("python")[0]]):
+    programs = [[sys.executable, "-c", program] for program in blocks("python")]
+    assert len(programs) == 2
+    for script in (["bash", "-ec", block], *programs):
         done = subprocess.run(
             script, cwd=tool.cwd, env=environment, capture_output=True, text=True, timeout=50
         )

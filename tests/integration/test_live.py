@@ -24,7 +24,7 @@ from extractor.pipeline.run import run
 from extractor.status.live_file import LIVE_NAME, LiveFile, live_problem, read_live
 from extractor.status.overview import read_status
 from extractor.status.page import line, page
-from extractor.status.prometheus import Metrics, MetricsServer
+from extractor.status.prometheus import Metrics, served_metrics
 from extractor.status.report import session_document
 from extractor.status.watcher import Begun, Look, Watcher, watch
 from extractor.system.lock import LOCK_NAME, exclusive, writer_of
@@ -252,7 +252,7 @@ async def test_a_run_that_waits_for_its_server_is_not_shown_at_work(
     file.close()
     look = watcher.look()
     assert "in flight" not in line(look)
-    assert "17 sends nothing" in line(look)
+    assert "17 is idle" in line(look)
     assert "in flight" not in drawn(page(look), width=80)
 
 
@@ -358,17 +358,17 @@ async def test_the_page_says_all_of_it_in_any_width(
     busy = replace(look.live, session={**look.live.session, "stages": stages})
     assert "…" not in drawn(page(replace(look, live=busy)), width=60)
     over = drawn(page(replace(look, writer=None)), width=60)
-    assert "as last told before the end" in over
+    assert "as last reported" in over
     assert "time left" in over and "in flight" not in over
     text = " ".join(drawn(page(look), width=100).split())  # a long path breaks the line
     for what in (
         "100.0 %", "6 of 6 rows", "3 of 8", "100 B of 1000 B", "bad_json", "is at work",
-        "dump under its root", "20.0 ms", "speed now", "mean speed", "time left", "boundaries",
+        "dump lifetime", "20.0 ms", "speed now", "mean speed", "time left", "boundaries",
         "http://a:1", "away", "answered",
     ):  # fmt: skip
         assert what in text, (what, text)
     assert "3 in flight, 1 of 2 servers up, shm 100 B of 1000 B" in line(look)
-    assert "dumps lie 20.0 ms p50, 20.0 ms p99" in line(look)
+    assert "dump lifetime 20.0 ms p50, 20.0 ms p99" in line(look)
 
 
 async def test_status_as_json_has_the_live_session(
@@ -401,12 +401,12 @@ def scraped(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def test_a_scrape_shows_the_counters_of_the_moment() -> None:
     metrics, counters = Metrics(), some_counters()
-    with MetricsServer(metrics, port=0) as server:
-        assert server.url.startswith("http://127.0.0.1:")
-        assert scraped(server.url) == {}
+    with served_metrics(metrics, port=0) as url:
+        assert url.startswith("http://127.0.0.1:")
+        assert scraped(url) == {}
         metrics.update(counters)
         counters.rows.stored += 1
-        values = scraped(server.url)
+        values = scraped(url)
     none: frozenset[tuple[str, str]] = frozenset()
     assert values["extractor_rows_stored_total", none] == 5
     assert values["extractor_tokens_total", none] == 400
@@ -448,14 +448,16 @@ def test_every_metric_and_stage_is_in_the_documentation() -> None:
 def test_a_port_that_is_taken_is_told_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"--metrics-port {port}: cannot listen on 127.0.0.1"):
-            MetricsServer(Metrics(), port=port)
+        refused = f"--metrics-port {port}: cannot listen on 127.0.0.1"
+        with pytest.raises(UsageError, match=refused), served_metrics(Metrics(), port=port):
+            pass
 
 
 def test_without_the_package_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'hidden-state-extractor\[metrics\]'"):
-        MetricsServer(Metrics(), port=0)
+    pip = r"pip install 'hidden-state-extractor\[metrics\]'"
+    with pytest.raises(MissingExtra, match=pip), served_metrics(Metrics(), port=0):
+        pass
 
 
 # --- the lock -------------------------------------------------------------------------------------

@@ -68,8 +68,8 @@ except extractor.ManifestError:
     pass
 import manifest, prompts.types, server_patch
 assert manifest.IS_THEIRS and prompts.types.IS_THEIRS and server_patch.IS_THEIRS
-assert extractor.read_status(out).num_rows == 5  # more of ours, after theirs
-assert extractor.read_data_set(out).identity.model == "fake/model"
+assert extractor.read_status(out).begun.num_rows == 5  # more of ours, after theirs
+assert extractor.read_data_set(out).identity.model.path == "fake/model"
 assert issubclass(extractor.RunOptions, object) and extractor.FakeServer.__name__
 import manifest.store, server_patch.dump_format
 assert sys.modules["prompts"] is prompts and not hasattr(prompts, "render")

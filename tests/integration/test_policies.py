@@ -22,6 +22,7 @@ from templates import QWEN3, tokenizer_for
 
 from extractor.core.errors import ConfigMismatch, first_known
 from extractor.core.row_policy import OnBadRow, OnDuplicate, OnTooLong, Policy
+from extractor.core.timings import StoreTimings, Timings
 from extractor.testing.fake_server import FakeServer
 from manifest.states import Reason, State
 from prompts.inputs import RawRow
@@ -118,13 +119,13 @@ async def test_other_wishes_for_a_begun_data_set_are_refused_by_name_without_a_s
 
 
 async def test_a_file_of_bad_rows_does_not_pile_up(
-    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dump_root: Path, notes: Notes
 ) -> None:
-    monkeypatch.setattr("extractor.dispatch.row_recorder.REJECTIONS_PER_COMMIT", 10)
+    timings = Timings(store=StoreTimings(rejections=10))
     path = tmp_path / "p.jsonl"
     path.write_text("{}\n" * 500 + '{"input_ids": [1, 2]}\n')
     async with FakeServer(dump_root).running() as server:
-        summary = await run(options_for(server, path, tmp_path / "out"), notes)
+        summary = await run(options_for(server, path, tmp_path / "out"), notes, timings=timings)
     assert summary.totals.by_reason == {Reason.UNKNOWN_SHAPE: 500}
     assert set(read_samples(tmp_path / "out")) == {500}
 

@@ -77,6 +77,8 @@ from prompts.types import InputError
 from server_patch.dump_format import Dump, read_beginning
 
 #: Of what is waited for in vain; everything else may take as long as a busy machine takes.
+#: Long enough for the dumps of Fault.LATE, which come after their requests were given up.
+WAITS_FOR_LATE = quick(collect={"late_dumps_s": 2 * LATE_S})
 TIMEOUTS: dict[Fault, dict[str, float]] = {
     Fault.SILENT: {"request_timeout_s": 1.5},
     Fault.LATE: {"request_timeout_s": LATE_S / 2},
@@ -418,7 +420,7 @@ async def test_a_passing_fault_costs_one_request_and_a_lasting_one_the_row(
     async with FakeServer(dump_root, faults=faults_once({1: fault})).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         options = options_for(server, path, tmp_path / "out", **TIMEOUTS.get(fault, {}))
-        summary = await run(options, notes)
+        summary = await run(options, notes, timings=WAITS_FOR_LATE)
     assert len(ordinals_sent(server.requests)) == requests
     assert len(set(server.requests)) == len(server.requests)  # a rid names one attempt
     assert summary.totals.by_reason == ({} if reason is None else {reason: 1})
@@ -699,7 +701,7 @@ async def test_every_fault_at_once_ends_with_every_row_settled(
             request_timeout_s=LATE_S / 2,
             dump_timeout_s=0.3,
         )
-        summary = await run(options, notes)
+        summary = await run(options, notes, timings=WAITS_FOR_LATE)
     assert summary.totals.num_rows == 120
     assert set(summary.totals.by_reason) <= {
         Reason.REJECTED, Reason.WRONG_LAYOUT, Reason.TRUNCATED,

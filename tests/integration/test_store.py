@@ -19,7 +19,7 @@ from manifest.exceptions import (
     ManifestSpaceError,
     PromptChanged,
 )
-from manifest.reader import UNFINISHED
+from manifest.reader import _PAGE_ROWS, UNFINISHED
 from manifest.records import (
     Change,
     Failed,
@@ -189,13 +189,11 @@ def test_samples_of_a_shard_come_in_file_order(store: Store) -> None:
     assert [row.ordinal for row in store.shard_rows(0)] == [2, 3, 1]
 
 
-def test_rows_come_in_pages_without_loss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.reader._PAGE_ROWS", 7)
-    store.apply([planned(ordinal) for ordinal in range(50)])
-    assert [row.ordinal for row in store.rows()] == list(range(50))
-    assert list(store.settled_ranges()) == []
-    store.apply([planned(ordinal) for ordinal in range(50, 56)])
-    assert len(list(store.rows())) == 56  # the last page is full
+def test_rows_come_in_pages_without_loss(store: Store) -> None:
+    for count in (_PAGE_ROWS, 2 * _PAGE_ROWS + 1):  # the last page is full, or not
+        store.apply([planned(ordinal) for ordinal in range(count)])
+        assert [row.ordinal for row in store.rows()] == list(range(count))
+        assert list(store.settled_ranges()) == []
 
 
 def test_equal_keys_count_as_duplicates(store: Store) -> None:
@@ -236,15 +234,6 @@ def test_rows_in_flight_are_not_read_again(store: Store, monkeypatch: pytest.Mon
     store.reopen_failed()  # may have changed any row
     store.apply([retried(0)])
     assert read == [[0], [0]]
-
-
-def test_what_is_remembered_has_a_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.row_changes.MAX_REMEMBERED", 10)
-    for ordinal in range(100):
-        store.apply([planned(ordinal)])
-        assert store._rows is not None and len(store._rows._rows) <= 10
-    store.apply([retried(ordinal) for ordinal in range(100)])
-    assert store.attempts() == dict.fromkeys(range(100), 1)
 
 
 def test_any_text_comes_back_as_it_was(store: Store) -> None:

@@ -13,7 +13,7 @@ from manifest.exceptions import ManifestError, ManifestSpaceError
 from manifest.records import Change, Planned, PromptFacts, Retried, Source, SourceRow
 from manifest.states import IllegalTransition
 from manifest.store import Store
-from manifest.writer_thread import StoreOwner
+from manifest.writer_thread import CommitBounds, StoreOwner
 
 
 def planned(ordinal: int) -> Planned:
@@ -24,8 +24,13 @@ def planned(ordinal: int) -> Planned:
 
 
 @pytest.fixture
-async def owner(tmp_path: Path) -> AsyncIterator[StoreOwner]:
-    owner = await StoreOwner.open(tmp_path / "manifest.sqlite")
+def bounds() -> CommitBounds:
+    return CommitBounds()
+
+
+@pytest.fixture
+async def owner(tmp_path: Path, bounds: CommitBounds) -> AsyncIterator[StoreOwner]:
+    owner = await StoreOwner.open(tmp_path / "manifest.sqlite", bounds)
     source = Source(number=0, path="p", size_bytes=1, digest="d", num_rows=1)
     await owner.call(lambda store: store.begin({"model": "m"}, [source]))
     yield owner
@@ -76,10 +81,10 @@ async def test_what_is_posted_during_a_commit_shares_the_next(
     assert len(await owner.call(lambda store: list(store.rows()))) == 50
 
 
+@pytest.mark.parametrize("bounds", [CommitBounds(linger_s=3600)])
 async def test_what_nobody_waits_for_joins_the_next_commit(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
     gate = Gate(monkeypatch)
     gate.open()
     for ordinal in range(3):
@@ -90,10 +95,10 @@ async def test_what_nobody_waits_for_joins_the_next_commit(
     assert gate.batches == [7]
 
 
+@pytest.mark.parametrize("bounds", [CommitBounds(linger_s=0.001)])
 async def test_what_nobody_waits_for_is_written_by_itself_soon(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 0.001)
     gate = Gate(monkeypatch)
     owner.post(planned(0))
     await gate.reached()
@@ -102,11 +107,10 @@ async def test_what_nobody_waits_for_is_written_by_itself_soon(
     assert len(await owner.call(lambda store: list(store.rows()))) == 1
 
 
+@pytest.mark.parametrize("bounds", [CommitBounds(linger_s=3600, max_changes=3)])
 async def test_many_posted_changes_do_not_wait(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
-    monkeypatch.setattr("manifest.writer_thread.MAX_BATCH", 3)
     gate = Gate(monkeypatch)
     owner.post(planned(0), planned(1))
     owner.post(planned(2))
@@ -115,10 +119,10 @@ async def test_many_posted_changes_do_not_wait(
     gate.open()
 
 
+@pytest.mark.parametrize("bounds", [CommitBounds(linger_s=3600)])
 async def test_what_is_posted_during_a_commit_waits_for_company_too(
     owner: StoreOwner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manifest.writer_thread.LINGER_S", 3600)
     gate = Gate(monkeypatch)
     first = asyncio.create_task(owner.commit(planned(0)))
     await gate.reached()
@@ -130,8 +134,8 @@ async def test_what_is_posted_during_a_commit_waits_for_company_too(
     assert gate.batches == [1, 1]
 
 
-async def test_a_commit_has_a_bound(owner: StoreOwner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manifest.writer_thread.MAX_BATCH", 20)
+@pytest.mark.parametrize("bounds", [CommitBounds(max_changes=20)])
+async def test_a_commit_has_a_bound(owner: StoreOwner) -> None:
     await owner.commit(*(planned(n) for n in range(50)))
     assert (owner.commits.count, owner.commits.largest) == (3, 20)
     assert 0 < owner.commits.slowest_s <= owner.commits.seconds

@@ -113,7 +113,7 @@ import extractor
 
 def clean(out: Path) -> bool:
     found: extractor.Audit = extractor.audit(out, fast=True)
-    kinds: list[extractor.FindingKind] = [finding.kind for finding in found.findings]
+    kinds: list[extractor.FindingKind] = [finding.kind for finding in found.findings.all]
     return found.is_clean and not kinds
 
 
@@ -136,7 +136,7 @@ def model(out: Path) -> str:
     data_set: extractor.DataSet = extractor.read_data_set(out)
     urls: set[str] = {start.url for start in data_set.server_starts}
     assert urls
-    return data_set.identity.model
+    return data_set.identity.model.path
 
 
 if __name__ == "__main__":

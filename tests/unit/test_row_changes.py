@@ -24,7 +24,7 @@ from manifest.records import (
     Stored,
     StoredSample,
 )
-from manifest.row_changes import RowBatch, Rows
+from manifest.row_changes import RowBatch, RowCache
 from manifest.states import IllegalTransition, Reason, State
 
 ORIGIN = SourceRow(ordinal=7, source=1, line=3, label='"a"', part=1)
@@ -55,7 +55,7 @@ class File:
 
 
 def fold(*changes: Change, file: File | None = None) -> RowBatch:
-    return Rows((file or File()).load, first_free=100 if file else 0).fold(changes)
+    return RowCache((file or File()).load, first_free=100 if file else 0).fold(changes)
 
 
 def only(batch: RowBatch) -> Row:
@@ -140,7 +140,7 @@ def test_the_shards_of_a_batch_are_those_before_and_those_now() -> None:
 
 def test_only_rows_that_may_be_there_and_are_not_remembered_are_loaded() -> None:
     file = File(IN_FLIGHT)
-    rows = Rows(file.load, first_free=8)
+    rows = RowCache(file.load, first_free=8)
     retried = Retried(ordinal=7, attempts=1)
     rows.forget_settled(rows.fold([retried, planned_at(8)]).rows)
     rows.forget_settled(rows.fold([retried, planned_at(9)]).rows)
@@ -149,3 +149,13 @@ def test_only_rows_that_may_be_there_and_are_not_remembered_are_loaded() -> None
     with pytest.raises(IllegalTransition):  # it is settled, and so looked up
         rows.fold([planned_at(7), Forgotten(ordinal=7)])
     assert file.asked == [[7], [7]]
+
+
+def test_the_remembered_rows_are_bounded() -> None:
+    file = File()
+    cache = RowCache(file.load, first_free=0, max_remembered=10)
+    for ordinal in range(11):
+        cache.forget_settled(cache.fold([planned_at(ordinal)]).rows)
+    with pytest.raises(IllegalTransition):  # all were forgotten, and the file has none
+        cache.fold([Retried(ordinal=3, attempts=1)])
+    assert file.asked == [[3]]
