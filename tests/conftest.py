@@ -20,6 +20,14 @@ settings.register_profile("loop", settings.get_profile("full"), max_examples=20)
 settings.load_profile("full")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker starts all real servers: they are shared, and two at once starve each other."""
+    for item in items:
+        if item.get_closest_marker("sglang"):
+            item.add_marker(pytest.mark.xdist_group("sglang"))
+
+
 @pytest.fixture
 def notes() -> Notes:
     """A reporter that remembers what it was told."""

@@ -27,7 +27,7 @@ from extractor.pipeline.run import run
 from extractor.pipeline.summary import RunSummary
 from extractor.servers.launcher import any_server_answers, free_port, running_server
 from extractor.servers.sglang_flags import ServeOptions
-from extractor.status.prometheus import DEFAULT_HOST, Metrics, MetricsServer
+from extractor.status.prometheus import DEFAULT_HOST, Metrics, served_metrics
 from extractor.status.reporters import Together, reporter_for
 
 
@@ -103,10 +103,10 @@ def run_command(
     with ExitStack() as stack:
         if metrics_port is not None:
             metrics = Metrics()
-            server = stack.enter_context(
-                MetricsServer(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
+            url = stack.enter_context(
+                served_metrics(metrics, port=metrics_port, host=metrics_host or DEFAULT_HOST)
             )
-            reporter.report(f"metrics at {server.url}")
+            reporter.report(f"metrics at {url}")
             reporter = Together(reporter, metrics)
         is_named = bool(values["urls"])
         extraction = _run(options, serve_options, reporter, timings, is_named=is_named)

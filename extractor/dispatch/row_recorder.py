@@ -10,8 +10,16 @@ from extractor.core.admission import Refusal
 from extractor.core.counters import Counters
 from extractor.core.events import Reporter, ReportLine
 from extractor.core.failure import Failure
-from extractor.shards.mover import DurableSample
-from manifest.records import Failed, Lost, Planned, PromptFacts, Rejected, Retried, SourceRow
+from manifest.records import (
+    Failed,
+    Lost,
+    Planned,
+    PromptFacts,
+    Rejected,
+    Retried,
+    SourceRow,
+    Stored,
+)
 from manifest.states import ASKED_FOR, Reason
 from manifest.writer_thread import StoreOwner
 from prompts.types import BadRow, Prompt
@@ -91,20 +99,20 @@ class RowRecorder:
         """Return once everything recorded so far is durable."""
         await self._owner.drain()
 
-    async def store(self, samples: Sequence[DurableSample]) -> None:
+    async def store(self, samples: Sequence[tuple[Prompt, Stored]]) -> None:
         """Commit samples whose bytes are durable, and count them."""
         try:
-            await self._owner.commit(*(sample.stored for sample in samples))
+            await self._owner.commit(*(stored for _, stored in samples))
         except asyncio.CancelledError:
             # The commit goes on, and the session may, when a server returns.
             self._count_stored(samples)
             raise
         self._count_stored(samples)
 
-    def _count_stored(self, samples: Sequence[DurableSample]) -> None:
+    def _count_stored(self, samples: Sequence[tuple[Prompt, Stored]]) -> None:
         self.counters.rows.stored += len(samples)
-        self.counters.tokens += sum(sample.prompt.num_tokens for sample in samples)
-        self.counters.stored_bytes += sum(sample.stored.sample.size_bytes for sample in samples)
+        self.counters.tokens += sum(prompt.num_tokens for prompt, _ in samples)
+        self.counters.stored_bytes += sum(stored.sample.size_bytes for _, stored in samples)
 
     def give_up(self, prompt: Prompt, failure: Failure, *, attempts: int) -> None:
         """A prompt fails for good."""

@@ -29,22 +29,14 @@ from prompts.types import Prompt
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DurableSample:
-    """A sample whose bytes are durable, and that the manifest does not know of yet."""
-
-    prompt: Prompt
-    stored: Stored
-
-
 class SampleRecorder(Protocol):
     """Records durable samples."""
 
     def server_of(self, boot_id: str) -> int | None:
         """Number of the recorded server start. Called from the mover's thread."""
 
-    async def store(self, samples: Sequence[DurableSample]) -> None:
-        """Return when the manifest durably has the samples as stored."""
+    async def store(self, samples: Sequence[tuple[Prompt, Stored]]) -> None:
+        """Return when the manifest durably has the samples, whose bytes are durable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +174,7 @@ class Mover:
             for job, outcome in zip(group, outcomes, strict=True)
             if isinstance(outcome, Stored)
         ]
-        await self._recorder.store(
-            [DurableSample(prompt=job.prompt, stored=outcome) for job, outcome in stored]
-        )
+        await self._recorder.store([(job.prompt, outcome) for job, outcome in stored])
         for job, _ in stored:
             job.log("committed")
         self._stages[Stage.COMMIT].add(time.monotonic() - began)

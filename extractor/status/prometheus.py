@@ -7,7 +7,7 @@ were lost and one came back (`--server-wait`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from extractor.core.address import url_host
@@ -42,45 +42,34 @@ class Metrics:
             yield from _families(self._counters)
 
 
-class MetricsServer:
-    """Serves metrics over HTTP within a `with` block.
+@contextmanager
+def served_metrics(metrics: Metrics, *, port: int, host: str = DEFAULT_HOST) -> Iterator[str]:
+    """Serve metrics over HTTP within the block; yields their URL.
 
     Raises MissingExtra without prometheus-client, UsageError when the port is taken or the host is
     not an address of this machine.
     """
-
-    def __init__(self, metrics: Metrics, *, port: int, host: str = DEFAULT_HOST) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server
-        except ModuleNotFoundError:
-            raise MissingExtra(
-                command="extractor run --metrics-port",
-                extra="metrics",
-                package="prometheus-client",
-            ) from None
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(metrics)
-        try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        except OSError as error:
-            raise UsageError(
-                f"--metrics-port {port}: cannot listen on {host} ({error.strerror}). Nothing was "
-                "started: name another port (0 takes a free one) or --metrics-host."
-            ) from error
-        self.url = f"http://{url_host(host)}:{self._server.server_port}/metrics"
-
-    def __enter__(self) -> MetricsServer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ModuleNotFoundError:
+        raise MissingExtra(
+            command="extractor run --metrics-port", extra="metrics", package="prometheus-client"
+        ) from None
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(metrics)
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise UsageError(
+            f"--metrics-port {port}: cannot listen on {host} ({error.strerror}). Nothing was "
+            "started: name another port (0 takes a free one) or --metrics-host."
+        ) from error
+    try:
+        yield f"http://{url_host(host)}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def _families(counters: Counters) -> Iterator[Metric]:

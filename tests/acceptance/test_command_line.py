@@ -59,6 +59,7 @@ def test_an_interrupt_while_the_command_is_still_being_imported_is_130(tmp_path:
     assert told_by("run", "p.jsonl", "--log-json") == "interrupted\n"  # no option is read yet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_while_the_command_is_still_being_imported_is_130(
     tmp_path: Path, number: signal.Signals
@@ -95,6 +96,7 @@ def test_a_signal_while_the_command_is_still_being_imported_is_130(
 # --- exit codes -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_done_and_clean_is_0(tmp_path: Path, tool: Tool, fake: Fake, prompts_path: Path) -> None:
     ran = tool.run(prompts_path, tmp_path / "out", fake)
     assert ran.returncode == 0

@@ -99,7 +99,7 @@ def test_a_server_that_is_told_to_end_in_mid_run_ends(tmp_path: Path, tool: Tool
         server.process.terminate()
         _, stderr = running.communicate(timeout=120)
         assert running.returncode == ServerGone.exit_code, stderr
-        assert f"the server at {server.url} is being stopped" in stderr
+        assert f"{server.url} is shutting down; not sending new prompts" in stderr
         assert f"the server at {server.url} was stopped: its process" in stderr
         server.process.wait(60)
         assert 20 <= stored(out) < len(prompts)

@@ -13,7 +13,7 @@ from faults.matrix import as_table, play_all
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     parser.add_argument("case", nargs="?", default="", help="name of a case, or how it begins")
-    parser.add_argument("--main", action="store_true", help="only what `make test` runs")
+    parser.add_argument("--main", action="store_true", help="only what `make test-all` runs")
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()

@@ -50,7 +50,7 @@ class Case:
 
     name: str
     check: Check  # (arena, digests of an undisturbed run); raises AssertionError
-    is_main: bool = False  # runs with `make test`
+    is_main: bool = False  # runs with `make test-all`
 
 
 def resume(arena: Arena, undisturbed: dict[int, str], *, kills: int) -> Ended:

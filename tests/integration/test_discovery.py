@@ -12,8 +12,9 @@ import pytest
 from helpers import change_ready
 
 from extractor.core.errors import BadDumpDir, PluginError, UsageError
+from extractor.core.locations import DEFAULT_DUMP_ROOT
 from extractor.dumps import discovery
-from extractor.dumps.discovery import is_alive, ranks_of, scan_writers
+from extractor.dumps.discovery import Writers, is_alive, ranks_of, scan_writers
 from extractor.testing.fake_server import FakeServer
 from server_patch.dump_format import READY_NAME, Ready, decode_ready, encode_ready
 from server_patch.settings import DUMP_DIR
@@ -56,14 +57,13 @@ def no_ranks(root: Path, url: str = "http://127.0.0.1:1") -> None:
     ranks_of(scan_writers(root), url=url, model_path="m")
 
 
-def test_a_missing_dump_dir_is_an_error_unless_it_is_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_dump_dir_is_an_error_unless_it_is_the_default(tmp_path: Path) -> None:
     with pytest.raises(BadDumpDir, match="absent does not exist"):
         no_ranks(tmp_path / "absent")
-    monkeypatch.setattr(discovery, "DEFAULT_DUMP_ROOT", tmp_path / "absent")
+    # Not scanned: servers may dump there.
+    default = Writers(root=DEFAULT_DUMP_ROOT, alive=(), dead=(), failed=(), unreadable=())
     with pytest.raises(PluginError, match="has no plugin that dumps under"):
-        no_ranks(tmp_path / "absent")
+        ranks_of(default, url="http://127.0.0.1:1", model_path="m")
 
 
 def test_a_dump_dir_that_is_a_file_or_a_dangling_link_is_an_error(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from extractor.pipeline.run import run
 from extractor.status.live_file import LIVE_NAME, LiveFile, live_problem, read_live
 from extractor.status.overview import read_status
 from extractor.status.page import line, page
-from extractor.status.prometheus import Metrics, MetricsServer
+from extractor.status.prometheus import Metrics, served_metrics
 from extractor.status.report import session_document
 from extractor.status.watcher import Begun, Look, Watcher, watch
 from extractor.system.lock import LOCK_NAME, exclusive, writer_of
@@ -401,12 +401,12 @@ def scraped(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def test_a_scrape_shows_the_counters_of_the_moment() -> None:
     metrics, counters = Metrics(), some_counters()
-    with MetricsServer(metrics, port=0) as server:
-        assert server.url.startswith("http://127.0.0.1:")
-        assert scraped(server.url) == {}
+    with served_metrics(metrics, port=0) as url:
+        assert url.startswith("http://127.0.0.1:")
+        assert scraped(url) == {}
         metrics.update(counters)
         counters.rows.stored += 1
-        values = scraped(server.url)
+        values = scraped(url)
     none: frozenset[tuple[str, str]] = frozenset()
     assert values["extractor_rows_stored_total", none] == 5
     assert values["extractor_tokens_total", none] == 400
@@ -448,14 +448,16 @@ def test_every_metric_and_stage_is_in_the_documentation() -> None:
 def test_a_port_that_is_taken_is_told_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UsageError, match=f"--metrics-port {port}: cannot listen on 127.0.0.1"):
-            MetricsServer(Metrics(), port=port)
+        refused = f"--metrics-port {port}: cannot listen on 127.0.0.1"
+        with pytest.raises(UsageError, match=refused), served_metrics(Metrics(), port=port):
+            pass
 
 
 def test_without_the_package_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'hidden-state-extractor\[metrics\]'"):
-        MetricsServer(Metrics(), port=0)
+    pip = r"pip install 'hidden-state-extractor\[metrics\]'"
+    with pytest.raises(MissingExtra, match=pip), served_metrics(Metrics(), port=0):
+        pass
 
 
 # --- the lock -------------------------------------------------------------------------------------

@@ -870,6 +870,7 @@ class OverwritingServer(FakeServer):
         return await super()._generate(request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [as_lines, orjson.dumps, as_lines_in_gzip, as_parquet])
 async def test_prompts_of_a_file_that_is_overwritten_during_a_run_are_not_sent(
     tmp_path: Path,

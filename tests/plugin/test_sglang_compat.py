@@ -31,7 +31,11 @@ from server_patch import sglang_api
 from server_patch.capture_points import SETTER
 from server_patch.sglang_compat import HOOKED, NUMERIC_SETTINGS, RELEASES, TARGETS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("wheels"),  # one worker fetches and reads them
+]
 
 #: Model file -> how its setter sets the capture points, and the first release with it. One that
 #: is not here works as well: what it set is read back, as for these.

@@ -177,6 +177,7 @@ def test_an_array_gives_what_its_lines_would(
     assert documents(path) == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [as_jsonl, as_array, as_parquet, as_arrow_stream])
 @pytest.mark.parametrize("pack", [plain, gzip.compress, zstandard.compress])
 def test_memory_does_not_grow_with_the_file(
@@ -241,6 +242,7 @@ def a_low_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prompts.token_bound.MAX_ROW_BYTES", BOUND)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("a_low_bound")
 @pytest.mark.parametrize("pack", [plain, gzip.compress, zstandard.compress])
 @pytest.mark.parametrize(

@@ -7,19 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import aclosing
 
-import pytest
 from helpers import make_prompts, prompt_of
 
-from extractor.intake import prompt_stream
+from extractor.core.timings import DispatchTimings
 from extractor.intake.prompt_stream import in_thread
 from prompts.types import BadRow, Prompt
 
 
-async def test_the_event_loop_goes_on_while_a_reader_that_is_not_needed_any_more_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_the_event_loop_goes_on_while_a_reader_that_is_not_needed_any_more_ends() -> None:
     """It may be passing over a million settled rows, and is not to be stopped in that."""
-    monkeypatch.setattr(prompt_stream, "READ_BATCH", 1)
     is_reading, may_end = threading.Event(), threading.Event()
     ends = []
 
@@ -29,7 +25,7 @@ async def test_the_event_loop_goes_on_while_a_reader_that_is_not_needed_any_more
         ends.append(may_end.wait(5))
 
     async def taken() -> None:
-        async with aclosing(in_thread(rows())) as made:
+        async with aclosing(in_thread(rows(), DispatchTimings(read_rows=1))) as made:
             async for _ in made:
                 # Else the second batch may be cancelled before its thread comes to it.
                 assert await asyncio.to_thread(is_reading.wait, 5)
