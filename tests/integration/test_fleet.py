@@ -31,6 +31,7 @@ from helpers import (
 
 import extractor.dispatch.monitor
 import extractor.pipeline.session
+from extractor.core.checks import ReplyFacts
 from extractor.core.counters import Counters, ServerNow
 from extractor.core.errors import (
     ConfigMismatch,
@@ -41,15 +42,20 @@ from extractor.core.errors import (
     UsageError,
     first_known,
 )
+from extractor.core.failure import Failure
+from extractor.core.locations import MANIFEST_NAME
+from extractor.core.request import Request
 from extractor.core.run_options import RunOptions
 from extractor.dispatch.server import connections_each, require_connections
 from extractor.dispatch.suspects import Suspects
 from extractor.pipeline.summary import RunSummary
+from extractor.servers.client import Client
 from extractor.servers.launcher import free_port
 from extractor.testing.fake_model import FakeModel
 from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import Fault, faults_once
 from manifest.states import Reason, State
+from manifest.store import Store
 
 #: So that a server has not answered everything before it is killed.
 SLOWLY = ("--delay-s", "0.02")
@@ -608,6 +614,34 @@ async def test_a_prompt_that_kills_is_found_with_two_servers_and_the_third_does_
     assert (row.ordinal, row.attempts) == (17, 2)
     assert any(":18: kills_server: " in note for note in notes.messages)
     assert_whole(tmp_path / "out", prompts, without=[17])
+
+
+async def test_a_death_is_durable_before_the_next_server_gets_the_prompt(
+    tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a killed run does not forget it, and risks no further server."""
+    path = write_prompts(tmp_path / "one.jsonl", make_prompts(1))
+    out, durable = tmp_path / "out", []
+    generate = Client.generate
+
+    def deaths() -> dict[int, int]:
+        store = Store.open_read_only(out / MANIFEST_NAME)
+        try:
+            return store.suspects()
+        finally:
+            store.close()
+
+    async def noted(client: Client, request: Request) -> ReplyFacts | Failure:
+        if ordinals_sent([request.rid]):
+            durable.append(await asyncio.to_thread(deaths))
+        return await generate(client, request)
+
+    monkeypatch.setattr(Client, "generate", noted)
+    kill = ("--fault", "die", "--fault-row", "0")
+    async with process(dump_root, *kill) as one, process(dump_root, *kill) as two:
+        summary = await run(options_of([one, two], dump_root, path, out), notes)
+    assert summary.totals.by_reason == {Reason.KILLS_SERVER: 1}
+    assert durable == [{}, {0: 1}]
 
 
 async def test_a_prompt_that_kills_the_last_server_is_set_aside_nevertheless(
