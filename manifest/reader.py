@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 from sqlite_utils import Database
 
+from manifest.bulk_write import END_BYTES, NUM_SAMPLES, TALLIES_OF_ROWS
 from manifest.database import (
     damaged,
     expected_schema,
@@ -324,13 +325,7 @@ class Reader:
         columns = ", ".join(TALLY_COLUMNS)
         empty = "(num_rows, num_tokens, size_bytes, num_untrained) IS (0, 0, 0, 0)"
         stated = set(self._fetch(f"SELECT {columns} FROM tallies WHERE NOT {empty}"))
-        counted = set(
-            self._fetch(
-                "SELECT state, COALESCE(reason, ''), COUNT(*), COALESCE(SUM(num_tokens), 0), "
-                "COALESCE(SUM(size_bytes), 0), COALESCE(SUM(num_trained = 0), 0) "
-                "FROM prompts GROUP BY 1, 2"
-            )
-        )
+        counted = set(self._fetch(TALLIES_OF_ROWS))
         problems = [
             "the tallies are not those of the rows: "
             + " ".join(part if isinstance(part, str) else shown(part) for part in row).rstrip()
@@ -339,10 +334,8 @@ class Reader:
         problems += [
             f"shards, row {number}: it does not count the samples that the rows have"
             for (number,) in self._fetch(
-                "SELECT number FROM shards WHERE "
-                "num_samples IS NOT (SELECT COUNT(*) FROM prompts WHERE shard = number) OR "
-                "end_bytes IS NOT COALESCE((SELECT offset + size_bytes FROM prompts "
-                "WHERE shard = number ORDER BY offset DESC LIMIT 1), data_start)"
+                f"SELECT number FROM shards WHERE num_samples IS NOT {NUM_SAMPLES} "
+                f"OR end_bytes IS NOT {END_BYTES}"
             )
         ]
         return problems
