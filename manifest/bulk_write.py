@@ -45,7 +45,8 @@ _ADD = """ON CONFLICT (state, reason) DO UPDATE SET
 #: row: a batch has hundreds of rows and three or four tallies.
 _TALLY = f"""
     INSERT INTO tallies
-    SELECT state, COALESCE(reason, ''), {_SUMS} FROM prompts WHERE ordinal IN ({_ORDINALS}) GROUP BY 1, 2
+    SELECT state, COALESCE(reason, ''), {_SUMS}
+    FROM prompts WHERE ordinal IN ({_ORDINALS}) GROUP BY 1, 2
     {_ADD}
 """
 #: The same for the samples of the touched shards. (The plus sign keeps SQLite from using the index
