@@ -206,11 +206,13 @@ class StoredRow:
 class Totals:
     """The rows of a data set, counted."""
 
-    by_state: dict[State, int]
-    by_reason: dict[Reason, int]
-    stored_tokens: int
-    stored_bytes: int
-    untrained: int  # stored samples whose mask is 0 throughout: a drafter learns nothing from them
+    by_state: dict[State, int] = field(default_factory=dict)
+    by_reason: dict[Reason, int] = field(default_factory=dict)
+    stored_tokens: int = 0
+    stored_bytes: int = 0
+    untrained: int = (
+        0  # stored samples whose mask is 0 throughout: a drafter learns nothing from them
+    )
     by_alteration: dict[str, int] = field(default_factory=dict)  # stored samples with each
 
     @property
