@@ -92,7 +92,7 @@ class RowCache:
 def evolve(row: Row | None, change: Change) -> Row:
     """The row after `change`. Raises IllegalTransition, PromptChanged."""
     if isinstance(change, Planned | Rejected):
-        return _begin(change) if row is None else _begin_again(row, change)
+        return _begin(row, change)
     if row is None or row.state is not change.of:
         state = "not planned" if row is None else row.state
         raise IllegalTransition(
@@ -122,25 +122,15 @@ def evolve(row: Row | None, change: Change) -> Row:
             return replace(row, state=State.PLANNED, sample=None)
 
 
-def _begin(change: Planned | Rejected) -> Row:
-    detail = _text(change.detail)
-    if isinstance(change, Planned):
-        return Row(origin=change.origin, prompt=change.prompt, detail=detail)
-    return Row(
-        origin=change.origin,
-        prompt=change.prompt,
-        state=State.FAILED,
-        reason=change.reason,
-        detail=detail,
-    )
-
-
-def _begin_again(row: Row, change: Planned | Rejected) -> Row:
-    if row.state.is_terminal:
+def _begin(row: Row | None, change: Planned | Rejected) -> Row:
+    if row is not None and row.state.is_terminal:
         raise IllegalTransition(f"row {change.ordinal} is settled already")
     detail = _text(change.detail)
     if isinstance(change, Rejected):
+        row = row or Row(origin=change.origin, prompt=change.prompt)
         return replace(row, state=State.FAILED, reason=change.reason, detail=detail)
+    if row is None:
+        return Row(origin=change.origin, prompt=change.prompt, detail=detail)
     before, prompt = row.prompt, change.prompt
     if before is not None and before.key != prompt.key:
         # A prompt is cut to the server's limit, which may have changed since.
