@@ -29,7 +29,7 @@ from benchmarks.engines import Engine, EngineSpec, engines, free_ports
 from benchmarks.load import prefill_s, random_prompts
 from benchmarks.prefill_overhead import Plan, measure, show
 from benchmarks.sinks import extract, run_client, write_prompts
-from extractor.dumps.correlator import Piece, Tiling, tile
+from extractor.dumps.correlator import Match, Piece, tile
 from extractor.dumps.dump_reader import DumpFile, DumpWatcher
 from extractor.shards.format import decode_shard_header
 from prompts.types import Prompt
@@ -59,7 +59,7 @@ async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
         wrong += not np.array_equal(ids, sent)
         arrival.path.unlink()
     whole = sum(
-        tile(pieces[prompt.ordinal], prompt.num_tokens) is Tiling.COMPLETE for prompt in prompts
+        tile(pieces[prompt.ordinal], prompt.num_tokens) is Match.COMPLETE for prompt in prompts
     )
     return {
         "prompts": len(prompts),

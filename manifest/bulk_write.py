@@ -26,6 +26,16 @@ _FIXED = ("ordinal", "source", "line", "label", "part")
 _ORDINALS = "SELECT value FROM json_each(NEW.ordinals)"
 _SHARDS = "SELECT value FROM json_each(NEW.shards)"
 
+#: The sums that tallies hold, of groups of rows.
+_SUMS = """{sign} COUNT(*), {sign} COALESCE(SUM(num_tokens), 0),
+        {sign} COALESCE(SUM(size_bytes), 0), {sign} COALESCE(SUM(num_trained = 0), 0)"""
+#: The tallies and the samples and end of a shard, as the rows have them. Each reads every row.
+TALLIES_OF_ROWS = (
+    f"SELECT state, COALESCE(reason, ''), {_SUMS.format(sign='+')} FROM prompts GROUP BY 1, 2"
+)
+NUM_SAMPLES = "(SELECT COUNT(*) FROM prompts WHERE shard = number)"
+END_BYTES = """COALESCE((SELECT offset + size_bytes FROM prompts WHERE shard = number
+        ORDER BY offset DESC LIMIT 1), data_start)"""
 _ADD = """ON CONFLICT (state, reason) DO UPDATE SET
         num_rows = num_rows + excluded.num_rows,
         num_tokens = num_tokens + excluded.num_tokens,
@@ -35,8 +45,7 @@ _ADD = """ON CONFLICT (state, reason) DO UPDATE SET
 #: row: a batch has hundreds of rows and three or four tallies.
 _TALLY = f"""
     INSERT INTO tallies
-    SELECT state, COALESCE(reason, ''), {{sign}} COUNT(*), {{sign}} COALESCE(SUM(num_tokens), 0),
-        {{sign}} COALESCE(SUM(size_bytes), 0), {{sign}} COALESCE(SUM(num_trained = 0), 0)
+    SELECT state, COALESCE(reason, ''), {_SUMS}
     FROM prompts WHERE ordinal IN ({_ORDINALS}) GROUP BY 1, 2
     {_ADD}
 """
@@ -47,12 +56,7 @@ _COUNT_SAMPLES = f"""
         (SELECT COUNT(*) FROM prompts WHERE ordinal IN ({_ORDINALS}) AND +shard = number)
     WHERE number IN ({_SHARDS})
 """
-_MEASURE_SHARDS = f"""
-    UPDATE shards SET end_bytes = COALESCE(
-        (SELECT offset + size_bytes FROM prompts WHERE shard = number
-         ORDER BY offset DESC LIMIT 1), data_start)
-    WHERE number IN ({_SHARDS})
-"""
+_MEASURE_SHARDS = f"UPDATE shards SET end_bytes = {END_BYTES} WHERE number IN ({_SHARDS})"
 _WRITE = f"""
     INSERT INTO prompts ({", ".join(_WRITTEN)})
     SELECT {", ".join(f"json_extract(value, '$[{place}]')" for place in range(len(_WRITTEN)))}
@@ -127,16 +131,8 @@ def _damaged(problem: object) -> ManifestDamaged:
 def count_again(connection: sqlite3.Connection) -> None:
     """Recompute the tallies and the shards' sample totals from the rows. Reads every row."""
     connection.execute("DELETE FROM tallies")
-    connection.execute(
-        "INSERT INTO tallies SELECT state, COALESCE(reason, ''), COUNT(*), "
-        "COALESCE(SUM(num_tokens), 0), COALESCE(SUM(size_bytes), 0), "
-        "COALESCE(SUM(num_trained = 0), 0) FROM prompts GROUP BY 1, 2"
-    )
-    connection.execute(
-        "UPDATE shards SET num_samples = (SELECT COUNT(*) FROM prompts WHERE shard = number), "
-        "end_bytes = COALESCE((SELECT offset + size_bytes FROM prompts WHERE shard = number "
-        "ORDER BY offset DESC LIMIT 1), data_start)"
-    )
+    connection.execute(f"INSERT INTO tallies {TALLIES_OF_ROWS}")
+    connection.execute(f"UPDATE shards SET num_samples = {NUM_SAMPLES}, end_bytes = {END_BYTES}")
 
 
 def tally_failed_as_planned(connection: sqlite3.Connection) -> None:

@@ -26,112 +26,85 @@ class Cause:
     is_storage: bool = False  # disk or memory is full, or a device fails
 
 
-_FULL: Final = Cause(what="no space left", advice="free space", is_storage=True)
-_QUOTA: Final = Cause(
-    what="the disk quota is used up", advice="free space or raise the quota", is_storage=True
-)
-_BROKEN: Final = Cause(
-    what="the disk or its file system fails",
-    advice="see the kernel's log (dmesg) and check the disk",
-    is_storage=True,
-)
-_DETACHED: Final = Cause(
-    what="the device or the network file system is gone",
-    advice="mount it again",
-    is_storage=True,
-)
-_SILENT: Final = Cause(
-    what="the file system did not finish the operation",
-    advice="check that its server is reachable",
-    is_storage=True,
-)
-_MEMORY: Final = Cause(what="out of memory", advice="free memory", is_storage=True)
-_FORBIDDEN: Final = Cause(
-    what="this user has no permission",
-    advice="give this user the permission, or name another directory",
-)
-_READ_ONLY: Final = Cause(
-    what="the file system is read-only",
-    advice="mount it for writing, or name another directory",
-)
-_MISSING: Final = Cause(what="it does not exist", advice="check the path")
-_IN_THE_WAY: Final = Cause(
-    what="a file of that name exists already", advice="remove it, or name another path"
-)
-_PART_IS_A_FILE: Final = Cause(
-    what="a part of the path is not a directory", advice="name another path"
-)
-_DIRECTORY: Final = Cause(what="it is a directory, not a file", advice="name another path")
-_LOOP: Final = Cause(what="its symbolic links form a loop", advice="name another path")
-_TOO_LONG: Final = Cause(what="the name is too long", advice="name another path")
-_BAD_NAME: Final = Cause(
-    what="the file system does not accept that name", advice="name another path"
-)
-_IN_USE: Final = Cause(
-    what="another program is using it", advice="end that program, or name another path"
-)
-_TOO_MANY_FILES: Final = Cause(
-    what="this process has too many open files",
-    advice="raise the limit with `ulimit -n`, or lower --concurrency",
-)
-_TOO_MANY_FILES_IN_ALL: Final = Cause(
-    what="this machine has too many open files",
-    advice="end other programs, or raise the limit fs.file-max",
-)
-_TOO_LARGE: Final = Cause(
-    what="the file would be larger than the file system or `ulimit -f` allows",
-    advice="raise that limit, lower --shard-size, or name another directory",
-)
-_NO_LOCKS: Final = Cause(
-    what="the file system has no working locks",
-    advice="name a directory on a local disk, or mount it with locks",
-)
-_UNSUPPORTED: Final = Cause(
-    what="the file system does not support the operation", advice="name another directory"
-)
-
-#: Errno -> cause, for opening, creating, writing, reading or removing a file or directory.
+#: What and advice of each cause, and the errnos that it has when a file or directory is opened,
+#: created, written, read or removed. First those of a full disk or memory, or a failing device.
+_STORAGE: Final = {
+    ("no space left", "free space"): (errno.ENOSPC,),
+    ("the disk quota is used up", "free space or raise the quota"): (errno.EDQUOT,),
+    ("the disk or its file system fails", "see the kernel's log (dmesg) and check the disk"): (
+        errno.EIO,
+        errno.EUCLEAN,
+        errno.EBADMSG,
+        errno.EREMOTEIO,
+    ),
+    ("the device or the network file system is gone", "mount it again"): (
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.ENOMEDIUM,
+        errno.ESTALE,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.EHOSTDOWN,
+    ),
+    ("the file system did not finish the operation", "check that its server is reachable"): (
+        errno.EINTR,
+        errno.EAGAIN,
+        errno.ETIMEDOUT,
+    ),
+    ("out of memory", "free memory"): (errno.ENOMEM,),
+}
+_OTHERS: Final = {
+    ("this user has no permission", "give this user the permission, or name another directory"): (
+        errno.EACCES,
+        errno.EPERM,
+    ),
+    ("the file system is read-only", "mount it for writing, or name another directory"): (
+        errno.EROFS,
+    ),
+    ("it does not exist", "check the path"): (errno.ENOENT,),
+    ("a file of that name exists already", "remove it, or name another path"): (
+        errno.EEXIST,
+        errno.ENOTEMPTY,
+    ),
+    ("a part of the path is not a directory", "name another path"): (errno.ENOTDIR,),
+    ("it is a directory, not a file", "name another path"): (errno.EISDIR,),
+    ("its symbolic links form a loop", "name another path"): (errno.ELOOP,),
+    ("the name is too long", "name another path"): (errno.ENAMETOOLONG,),
+    ("the file system does not accept that name", "name another path"): (errno.EILSEQ,),
+    ("another program is using it", "end that program, or name another path"): (
+        errno.ETXTBSY,
+        errno.EBUSY,
+    ),
+    (
+        "this process has too many open files",
+        "raise the limit with `ulimit -n`, or lower --concurrency",
+    ): (errno.EMFILE,),
+    (
+        "this machine has too many open files",
+        "end other programs, or raise the limit fs.file-max",
+    ): (errno.ENFILE,),
+    (
+        "the file would be larger than the file system or `ulimit -f` allows",
+        "raise that limit, lower --shard-size, or name another directory",
+    ): (errno.EFBIG, errno.EOVERFLOW),
+    (
+        "the file system has no working locks",
+        "name a directory on a local disk, or mount it with locks",
+    ): (errno.ENOLCK,),
+    ("the file system does not support the operation", "name another directory"): (
+        errno.ENOSYS,
+        errno.EOPNOTSUPP,
+        errno.EINVAL,
+        errno.EXDEV,
+        errno.ENOTTY,
+    ),
+}
+#: Errno -> cause.
 CAUSES: Final[Mapping[int, Cause]] = {
-    errno.ENOSPC: _FULL,
-    errno.EDQUOT: _QUOTA,
-    errno.EIO: _BROKEN,
-    errno.EUCLEAN: _BROKEN,
-    errno.EBADMSG: _BROKEN,
-    errno.EREMOTEIO: _BROKEN,
-    errno.ENODEV: _DETACHED,
-    errno.ENXIO: _DETACHED,
-    errno.ENOMEDIUM: _DETACHED,
-    errno.ESTALE: _DETACHED,
-    errno.ENOTCONN: _DETACHED,
-    errno.ESHUTDOWN: _DETACHED,
-    errno.EHOSTDOWN: _DETACHED,
-    errno.EINTR: _SILENT,
-    errno.EAGAIN: _SILENT,
-    errno.ETIMEDOUT: _SILENT,
-    errno.ENOMEM: _MEMORY,
-    errno.EACCES: _FORBIDDEN,
-    errno.EPERM: _FORBIDDEN,
-    errno.EROFS: _READ_ONLY,
-    errno.ENOENT: _MISSING,
-    errno.EEXIST: _IN_THE_WAY,
-    errno.ENOTEMPTY: _IN_THE_WAY,
-    errno.ENOTDIR: _PART_IS_A_FILE,
-    errno.EISDIR: _DIRECTORY,
-    errno.ELOOP: _LOOP,
-    errno.ENAMETOOLONG: _TOO_LONG,
-    errno.EILSEQ: _BAD_NAME,
-    errno.ETXTBSY: _IN_USE,
-    errno.EBUSY: _IN_USE,
-    errno.EMFILE: _TOO_MANY_FILES,
-    errno.ENFILE: _TOO_MANY_FILES_IN_ALL,
-    errno.EFBIG: _TOO_LARGE,
-    errno.EOVERFLOW: _TOO_LARGE,
-    errno.ENOLCK: _NO_LOCKS,
-    errno.ENOSYS: _UNSUPPORTED,
-    errno.EOPNOTSUPP: _UNSUPPORTED,
-    errno.EINVAL: _UNSUPPORTED,
-    errno.EXDEV: _UNSUPPORTED,
-    errno.ENOTTY: _UNSUPPORTED,
+    number: Cause(what=what, advice=advice, is_storage=table is _STORAGE)
+    for table in (_STORAGE, _OTHERS)
+    for (what, advice), numbers in table.items()
+    for number in numbers
 }
 #: Errnos with which a file system without locks refuses one.
 NO_LOCKS_ERRNOS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

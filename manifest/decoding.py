@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 import xxhash
@@ -32,6 +32,9 @@ MAX_INTEGER: Final = 2**63 - 1
 #: Exceeds any model's context length; bounds the memory for one sample's ids.
 MAX_TOKENS: Final = 1 << 25
 _SHOWN_CHARACTERS: Final = 60
+_WRONG_CHECKSUM: Final = "its checksum is not that of its columns"
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +248,7 @@ def decode_prompt(values: Sequence[object]) -> Row | Damage:
     if checksum is None and state.is_terminal:
         problem = "it has no checksum"
     elif checksum is not None and checksum != row_checksum(PROMPT_COLUMNS, columns):
-        problem = "its checksum is not that of its columns"
+        problem = _WRONG_CHECKSUM
     elif (state is State.FAILED) != (fields["reason"] is not None):
         problem = f"it is {state} with the reason {fields['reason']}"
     elif state is State.STORED:
@@ -255,39 +258,22 @@ def decode_prompt(values: Sequence[object]) -> Row | Damage:
         problem = "it has only one of key and num_tokens"
     if problem is not None:
         return Damage(table="prompts", place=fields["ordinal"], detail=problem)
-    return _row_of(**fields)
-
-
-def _row_of(
-    *, ordinal: int, source: int, line: int, label: str | None, part: int | None,
-    key: str | None, num_tokens: int, num_trained: int | None, alterations: tuple[str, ...],
-    shard: int, offset: int, size_bytes: int, digest: str, num_pieces: int, server: int | None,
-    state: State, reason: Reason | None, detail: str | None, attempts: int, num_deaths: int,
-) -> Row:  # fmt: skip
-    prompt = sample = None
-    if key is not None:
-        prompt = PromptFacts(
-            key=key, num_tokens=num_tokens, num_trained=num_trained, alterations=alterations
-        )
-    if state is State.STORED:
-        sample = StoredSample(
-            shard=shard,
-            offset=offset,
-            size_bytes=size_bytes,
-            digest=digest,
-            num_pieces=num_pieces,
-            server=server,
-        )
     return Row(
-        origin=SourceRow(ordinal=ordinal, source=source, line=line, label=label, part=part),
-        prompt=prompt,
+        origin=_made_of(SourceRow, fields),
+        prompt=None if fields["key"] is None else _made_of(PromptFacts, fields),
+        sample=_made_of(StoredSample, fields) if state is State.STORED else None,
         state=state,
-        reason=reason,
-        detail=detail,
-        attempts=attempts,
-        num_deaths=num_deaths,
-        sample=sample,
+        reason=fields["reason"],
+        detail=fields["detail"],
+        attempts=fields["attempts"],
+        num_deaths=fields["num_deaths"],
     )
+
+
+def _made_of(kind: type[Part], fields: Mapping[str, Any]) -> Part:
+    """A part of a row, whose fields are named as the columns are."""
+    names: Sequence[str] = kind.__slots__  # type: ignore[attr-defined]
+    return kind(**{name: fields[name] for name in names})
 
 
 #: Columns that every stored row has.
@@ -307,42 +293,39 @@ def decode_stored(values: Sequence[object]) -> StoredRow | Damage:
 
 def decode_source(values: Sequence[object]) -> Source | Damage:
     """Decode a row of `sources`: SOURCE_COLUMNS and `checksum`."""
-    *columns, checksum = values
-    fields = decode("sources", SOURCES, columns, place=columns[SOURCE_COLUMNS.index("number")])
-    if isinstance(fields, Damage):
-        return fields
-    if checksum != row_checksum(SOURCE_COLUMNS, columns):
-        detail = "its checksum is not that of its columns"
-        return Damage(table="sources", place=fields["number"], detail=detail)
-    return Source(**fields)
+    fields = _with_checksum("sources", SOURCES, values, key="number")
+    return fields if isinstance(fields, Damage) else Source(**fields)
 
 
 def decode_start(values: Sequence[object]) -> ServerStart | Damage:
     """Decode a row of `server_starts`: START_COLUMNS and `checksum`."""
-    *columns, checksum = values
-    number = columns[START_COLUMNS.index("number")]
-    fields = decode("server_starts", STARTS, columns, place=number)
+    fields = _with_checksum("server_starts", STARTS, values, key="number")
     if isinstance(fields, Damage):
         return fields
-    if checksum != row_checksum(START_COLUMNS, columns):
-        detail = "its checksum is not that of its columns"
-        return Damage(table="server_starts", place=number, detail=detail)
     return ServerStart(**{**fields, "accepted": tuple(map(str, fields["accepted"]))})
+
+
+def decode_identity(values: Sequence[object]) -> dict[str, Any] | Damage:
+    """Decode a row of `identity`: `name`, `value` and `checksum`."""
+    return _with_checksum("identity", IDENTITY, values, key="name")
+
+
+def _with_checksum(
+    table: str, checks: Mapping[str, Check], values: Sequence[object], *, key: str
+) -> dict[str, Any] | Damage:
+    """Decode a row that ends with its checksum; `key`: the primary key's column."""
+    *columns, checksum = values
+    names = tuple(checks)
+    place = columns[names.index(key)]
+    fields = decode(table, checks, columns, place=place)
+    if isinstance(fields, dict) and checksum != row_checksum(names, columns):
+        return Damage(table=table, place=place, detail=_WRONG_CHECKSUM)
+    return fields
 
 
 def canary_digest(dump: bytes) -> str:
     """The xxh3-128 digest of a canary's dump, in hex."""
     return xxhash.xxh3_128_hexdigest(dump)
-
-
-def decode_identity(values: Sequence[object]) -> dict[str, Any] | Damage:
-    """Decode a row of `identity`: `name`, `value` and `checksum`."""
-    *columns, checksum = values
-    fields = decode("identity", IDENTITY, columns, place=columns[0])
-    if isinstance(fields, dict) and checksum != row_checksum(IDENTITY_COLUMNS, columns):
-        detail = "its checksum is not that of its columns"
-        return Damage(table="identity", place=columns[0], detail=detail)
-    return fields
 
 
 def decode_shard(values: Sequence[object]) -> Shard | Damage:

@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 from sqlite_utils import Database
 
+from manifest.bulk_write import END_BYTES, NUM_SAMPLES, TALLIES_OF_ROWS
 from manifest.database import (
     damaged,
     expected_schema,
@@ -139,8 +140,7 @@ class Reader:
         Rows are planned in order, so that all below the highest are there, and only the few that
         are not finished have to be looked at. Where some are missing, all are.
         """
-        with explained(self.path):
-            ((last,),) = self._db.execute("SELECT COALESCE(MAX(ordinal), -1) FROM prompts")
+        ((last,),) = self._fetch("SELECT COALESCE(MAX(ordinal), -1) FROM prompts")
         if self.totals().num_rows == last + 1:
             begin = 0
             for (ordinal,) in self._pages(
@@ -161,21 +161,18 @@ class Reader:
 
     def attempts(self) -> dict[int, int]:
         """The recorded attempts of each unfinished row that has any."""
-        with explained(self.path):
-            return dict(
-                self._db.execute(
-                    f"SELECT ordinal, attempts FROM prompts WHERE {UNFINISHED} AND attempts > 0"
-                ).fetchall()
-            )
+        return self._unfinished_with("attempts")
 
     def suspects(self) -> dict[int, int]:
         """Unfinished rows that a dying server had not answered -> how often."""
-        with explained(self.path):
-            return dict(
-                self._db.execute(
-                    f"SELECT ordinal, num_deaths FROM prompts WHERE {UNFINISHED} AND num_deaths > 0"
-                ).fetchall()
+        return self._unfinished_with("num_deaths")
+
+    def _unfinished_with(self, column: str) -> dict[int, int]:
+        return dict(
+            self._fetch(
+                f"SELECT ordinal, {column} FROM prompts WHERE {UNFINISHED} AND {column} > 0"
             )
+        )
 
     def rows(self) -> Iterator[Row]:
         """Every row, by ordinal."""
@@ -246,12 +243,11 @@ class Reader:
 
     def count_duplicates(self) -> int:
         """Stored samples whose key another stored sample of lower ordinal has. Reads every row."""
-        with explained(self.path):
-            ((count,),) = self._db.execute(
-                # Sorted, which is four times as fast as COUNT(DISTINCT) for millions of keys.
-                "SELECT COALESCE(SUM(num_same - 1), 0) FROM (SELECT COUNT(*) AS num_same "
-                "FROM prompts WHERE state = 'stored' GROUP BY key)"
-            ).fetchall()
+        # Sorted, which is four times as fast as COUNT(DISTINCT) for millions of keys.
+        ((count,),) = self._fetch(
+            "SELECT COALESCE(SUM(num_same - 1), 0) FROM (SELECT COUNT(*) AS num_same "
+            "FROM prompts WHERE state = 'stored' GROUP BY key)"
+        )
         return int(count)
 
     # --- shards ------------------------------------------------------------------------------
@@ -329,13 +325,7 @@ class Reader:
         columns = ", ".join(TALLY_COLUMNS)
         empty = "(num_rows, num_tokens, size_bytes, num_untrained) IS (0, 0, 0, 0)"
         stated = set(self._fetch(f"SELECT {columns} FROM tallies WHERE NOT {empty}"))
-        counted = set(
-            self._fetch(
-                "SELECT state, COALESCE(reason, ''), COUNT(*), COALESCE(SUM(num_tokens), 0), "
-                "COALESCE(SUM(size_bytes), 0), COALESCE(SUM(num_trained = 0), 0) "
-                "FROM prompts GROUP BY 1, 2"
-            )
-        )
+        counted = set(self._fetch(TALLIES_OF_ROWS))
         problems = [
             "the tallies are not those of the rows: "
             + " ".join(part if isinstance(part, str) else shown(part) for part in row).rstrip()
@@ -344,10 +334,8 @@ class Reader:
         problems += [
             f"shards, row {number}: it does not count the samples that the rows have"
             for (number,) in self._fetch(
-                "SELECT number FROM shards WHERE "
-                "num_samples IS NOT (SELECT COUNT(*) FROM prompts WHERE shard = number) OR "
-                "end_bytes IS NOT COALESCE((SELECT offset + size_bytes FROM prompts "
-                "WHERE shard = number ORDER BY offset DESC LIMIT 1), data_start)"
+                f"SELECT number FROM shards WHERE num_samples IS NOT {NUM_SAMPLES} "
+                f"OR end_bytes IS NOT {END_BYTES}"
             )
         ]
         return problems

@@ -1,4 +1,7 @@
-"""The values that are written to the manifest and read from it. Pure."""
+"""The values that are written to the manifest and read from it. Pure.
+
+`of`: the state in which a row can undergo the change.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from manifest.states import Event, Reason, State
+from manifest.states import Reason, State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +106,7 @@ class Rejected:
 class Retried:
     """An attempt failed, and the prompt is sent again."""
 
-    event: ClassVar = Event.RETRY
+    of: ClassVar = State.PLANNED
     ordinal: int
     attempts: int  # requests made for it so far, over all sessions
 
@@ -112,7 +115,7 @@ class Retried:
 class Lost:
     """A server died while it had the prompt's request."""
 
-    event: ClassVar = Event.LOSE
+    of: ClassVar = State.PLANNED
     ordinal: int
     attempts: int  # as in Retried
 
@@ -121,7 +124,7 @@ class Lost:
 class Stored:
     """A prompt's sample is durable."""
 
-    event: ClassVar = Event.STORE
+    of: ClassVar = State.PLANNED
     ordinal: int
     sample: StoredSample
     attempts: int  # as in Retried
@@ -131,7 +134,7 @@ class Stored:
 class Failed:
     """A prompt is given up."""
 
-    event: ClassVar = Event.FAIL
+    of: ClassVar = State.PLANNED
     ordinal: int
     reason: Reason
     detail: str
@@ -142,7 +145,7 @@ class Failed:
 class Relocated:
     """A stored sample's bytes were copied to another place."""
 
-    event: ClassVar = Event.MOVE
+    of: ClassVar = State.STORED
     ordinal: int
     shard: int
     offset: int
@@ -152,7 +155,7 @@ class Relocated:
 class Forgotten:
     """A stored sample's bytes are gone or damaged."""
 
-    event: ClassVar = Event.FORGET
+    of: ClassVar = State.STORED
     ordinal: int
 
 
@@ -203,11 +206,13 @@ class StoredRow:
 class Totals:
     """The rows of a data set, counted."""
 
-    by_state: dict[State, int]
-    by_reason: dict[Reason, int]
-    stored_tokens: int
-    stored_bytes: int
-    untrained: int  # stored samples whose mask is 0 throughout: a drafter learns nothing from them
+    by_state: dict[State, int] = field(default_factory=dict)
+    by_reason: dict[Reason, int] = field(default_factory=dict)
+    stored_tokens: int = 0
+    stored_bytes: int = 0
+    untrained: int = (
+        0  # stored samples whose mask is 0 throughout: a drafter learns nothing from them
+    )
     by_alteration: dict[str, int] = field(default_factory=dict)  # stored samples with each
 
     @property

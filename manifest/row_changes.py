@@ -1,7 +1,7 @@
 """Applies batches of changes to rows in memory. Pure.
 
 Most rows go through two changes, `Planned` and `Stored`. The changes of a batch are applied in
-order, by the table of `states`, so that the file gets each row once, in its final form.
+order, so that the file gets each row once, in its final form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from manifest.records import (
     Row,
     Stored,
 )
-from manifest.states import IllegalTransition, State, advance
+from manifest.states import IllegalTransition, State
 
 #: The alteration of a prompt that was cut: `prompts.types.Alteration.TRUNCATED`.
 TRUNCATED = "truncated"
@@ -92,21 +92,23 @@ class RowCache:
 def evolve(row: Row | None, change: Change) -> Row:
     """The row after `change`. Raises IllegalTransition, PromptChanged."""
     if isinstance(change, Planned | Rejected):
-        return _begin(change) if row is None else _begin_again(row, change)
-    if row is None:
-        raise IllegalTransition(f"{change.event} for row {change.ordinal}, which was never planned")
-    state = advance(row.state, change.event)
+        return _begin(row, change)
+    if row is None or row.state is not change.of:
+        state = "not planned" if row is None else row.state
+        raise IllegalTransition(
+            f"{type(change).__name__} of row {change.ordinal}, which is {state}"
+        )
     match change:
         case Retried():
             return replace(row, attempts=change.attempts)
         case Lost():
             return replace(row, attempts=change.attempts, num_deaths=row.num_deaths + 1)
         case Stored():
-            return replace(row, state=state, sample=change.sample, attempts=change.attempts)
+            return replace(row, state=State.STORED, sample=change.sample, attempts=change.attempts)
         case Failed():
             return replace(
                 row,
-                state=state,
+                state=State.FAILED,
                 reason=change.reason,
                 detail=_text(change.detail),
                 attempts=change.attempts,
@@ -117,28 +119,18 @@ def evolve(row: Row | None, change: Change) -> Row:
                 row, sample=replace(row.sample, shard=change.shard, offset=change.offset)
             )
         case Forgotten():
-            return replace(row, state=state, sample=None)
+            return replace(row, state=State.PLANNED, sample=None)
 
 
-def _begin(change: Planned | Rejected) -> Row:
-    detail = _text(change.detail)
-    if isinstance(change, Planned):
-        return Row(origin=change.origin, prompt=change.prompt, detail=detail)
-    return Row(
-        origin=change.origin,
-        prompt=change.prompt,
-        state=State.FAILED,
-        reason=change.reason,
-        detail=detail,
-    )
-
-
-def _begin_again(row: Row, change: Planned | Rejected) -> Row:
-    if row.state.is_terminal:
+def _begin(row: Row | None, change: Planned | Rejected) -> Row:
+    if row is not None and row.state.is_terminal:
         raise IllegalTransition(f"row {change.ordinal} is settled already")
     detail = _text(change.detail)
     if isinstance(change, Rejected):
+        row = row or Row(origin=change.origin, prompt=change.prompt)
         return replace(row, state=State.FAILED, reason=change.reason, detail=detail)
+    if row is None:
+        return Row(origin=change.origin, prompt=change.prompt, detail=detail)
     before, prompt = row.prompt, change.prompt
     if before is not None and before.key != prompt.key:
         # A prompt is cut to the server's limit, which may have changed since.

@@ -1,4 +1,4 @@
-"""The states of an input row, and the events that lead from one to another. Pure.
+"""The states of an input row, and what leads from one to another. Pure.
 
 ```
               retry, lose
@@ -12,15 +12,8 @@
                +--------- reopen ----------+
 ```
 
-| event | what happened |
-|---|---|
-| store | the copy of the row's sample is verified and durable |
-| retry | an attempt failed; the row is sent again |
-| lose | the server died while it had the row's request; the row is sent again, alone |
-| fail | the row is given up, for a reason |
-| forget | the stored bytes are gone or damaged; the row is sent again |
-| move | the stored bytes were copied to another shard |
-| reopen | the user asks to retry a failed row (`--retry-failed`) |
+`manifest.records` has a class of each change; a row is reopened where the user asks to retry failed
+rows (`--retry-failed`).
 
 A prompt in flight is PLANNED: a crash loses its progress anyway, and `.live.json` shows it during a
 run. STORED and FAILED are terminal: no run continues from them by itself. A row of the input that
@@ -29,7 +22,6 @@ gives no prompt goes straight to FAILED.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 from typing import Final
 
@@ -44,18 +36,6 @@ class State(StrEnum):
     @property
     def is_terminal(self) -> bool:
         return self in (State.STORED, State.FAILED)
-
-
-class Event(StrEnum):
-    """Leads from one state of a row to another."""
-
-    STORE = "store"
-    RETRY = "retry"
-    LOSE = "lose"
-    FAIL = "fail"
-    FORGET = "forget"
-    MOVE = "move"
-    REOPEN = "reopen"
 
 
 class Reason(StrEnum):
@@ -103,24 +83,4 @@ ASKED_FOR: Final = frozenset({Reason.DUPLICATE})
 
 
 class IllegalTransition(Exception):
-    """A transition that the table does not have: a bug in the caller."""
-
-
-TRANSITIONS: Final[Mapping[State, Mapping[Event, State]]] = {
-    State.PLANNED: {
-        Event.STORE: State.STORED,
-        Event.RETRY: State.PLANNED,
-        Event.LOSE: State.PLANNED,
-        Event.FAIL: State.FAILED,
-    },
-    State.STORED: {Event.FORGET: State.PLANNED, Event.MOVE: State.STORED},
-    State.FAILED: {Event.REOPEN: State.PLANNED},
-}
-
-
-def advance(state: State, event: Event) -> State:
-    """The state after `event`. Raises IllegalTransition for any pair not in TRANSITIONS."""
-    try:
-        return TRANSITIONS[state][event]
-    except KeyError:
-        raise IllegalTransition(f"no transition {event} from {state}") from None
+    """A change that does not follow from the state of its row: a bug in the caller."""

@@ -64,21 +64,12 @@ class Store(Reader):
     def begin(self, identity: Mapping[str, Any], sources: Iterable[Source]) -> None:
         """Record the identity and the input files of a new data set, in one transaction."""
         with self._writing():
-            self._db.conn.executemany(
-                "INSERT INTO identity (name, value, checksum) VALUES (?, ?, ?)",
-                [
-                    (*values, row_checksum(IDENTITY_COLUMNS, values))
-                    for values in ((name, json.dumps(value)) for name, value in identity.items())
-                ],
+            self._insert(
+                "identity",
+                IDENTITY_COLUMNS,
+                ((name, json.dumps(value)) for name, value in identity.items()),
             )
-            self._db.conn.executemany(
-                f"INSERT INTO sources ({', '.join(SOURCE_COLUMNS)}, checksum) "
-                f"VALUES (?{', ?' * len(SOURCE_COLUMNS)})",
-                [
-                    (*values, row_checksum(SOURCE_COLUMNS, values))
-                    for values in map(attrgetter(*SOURCE_COLUMNS), sources)
-                ],
-            )
+            self._insert("sources", SOURCE_COLUMNS, map(attrgetter(*SOURCE_COLUMNS), sources))
 
     def add_server_start(self, start: ServerStart, canary: bytes | None) -> None:
         """Record a server start, before any of its rows is stored.
@@ -96,11 +87,7 @@ class Store(Reader):
                 start.url,
                 start.used_at,
             )
-            self._db.conn.execute(
-                f"INSERT INTO server_starts ({', '.join(START_COLUMNS)}, checksum) "
-                f"VALUES (?{', ?' * len(START_COLUMNS)})",
-                (*values, row_checksum(START_COLUMNS, values)),
-            )
+            self._insert("server_starts", START_COLUMNS, [values])
             if canary is not None:
                 self._db.conn.execute(
                     "INSERT INTO canaries (server, dump, digest) VALUES (?, ?, ?)",
@@ -110,11 +97,18 @@ class Store(Reader):
     def amend(self, name: str, value: Any) -> None:
         """Add or replace one field of the data set's identity."""
         with self._writing():
-            values = (name, json.dumps(value))
-            self._db.conn.execute(
-                "INSERT OR REPLACE INTO identity (name, value, checksum) VALUES (?, ?, ?)",
-                (*values, row_checksum(IDENTITY_COLUMNS, values)),
-            )
+            self._db.conn.execute("DELETE FROM identity WHERE name = ?", (name,))
+            self._insert("identity", IDENTITY_COLUMNS, [(name, json.dumps(value))])
+
+    def _insert(
+        self, table: str, columns: Sequence[str], rows: Iterable[tuple[object, ...]]
+    ) -> None:
+        """Add rows, each with the checksum of its columns."""
+        self._db.conn.executemany(
+            f"INSERT INTO {table} ({', '.join(columns)}, checksum) "
+            f"VALUES (?{', ?' * len(columns)})",
+            [(*values, row_checksum(columns, values)) for values in rows],
+        )
 
     # --- prompts -----------------------------------------------------------------------------
 

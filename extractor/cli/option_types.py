@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import click
 
-from extractor.core.bounds import MAX_BYTES, MAX_CONCURRENCY, MAX_SECONDS
 from extractor.core.humanize import parse_bytes
+from extractor.core.option import MAX_BYTES, MAX_CONCURRENCY, MAX_SECONDS
 
 AUTO = "auto"
 #: An empty path is the current directory, an empty name the default: neither is what was meant.

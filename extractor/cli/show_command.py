@@ -14,7 +14,7 @@ from extractor.cli.option_types import ADDRESS
 from extractor.cli.options import Command, prompts_argument
 from extractor.cli.prompt_options import reading_options
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
-from extractor.core.bounds import MAX_COUNT
+from extractor.core.option import MAX_COUNT
 from extractor.core.run_options import Input
 from extractor.intake.prompt_stream import renderer_for
 from extractor.pipeline.show import server_tokenizer, show_row

@@ -32,11 +32,6 @@ class Stage(StrEnum):
 Stages = Mapping[Stage, Durations]
 
 
-def new_stages() -> Stages:
-    """Empty histograms, one for each stage."""
-    return {stage: Durations() for stage in Stage}
-
-
 class Pace:
     """The session's age, and its recent speed: over the last `window_s` seconds, from totals that
     are noted from time to time.
@@ -149,7 +144,7 @@ class Counters:
     stored_bytes: int = 0
     sent: int = 0  # requests
     retried: int = 0
-    stages: Stages = field(default_factory=new_stages)
+    stages: Stages = field(default_factory=lambda: {stage: Durations() for stage in Stage})
     pace: Pace = field(default_factory=Pace)
     now: Moment = Moment()  # as of the last `observe`
 

@@ -9,50 +9,34 @@ from manifest.states import Reason
 
 
 class FailureKind(Enum):
-    """Who is at fault, and whether the server may still process the request.
+    """What went wrong, who is at fault, and whether the server may still process the request.
 
-    | kind | counts as an attempt | blames the server | may still be processed |
-    |---|---|---|---|
-    | PERMANENT | gives up at once | no | no |
-    | SAMPLE | yes | no | no |
-    | SERVER | yes | yes | no |
-    | SILENT | yes | yes | yes |
-    | BUSY | no | no | no |
-    | HUNG_UP | no | no | yes |
-    | COPY | no | yes | yes |
-    | BROKEN | no | yes | yes |
-    | UNSENT | no | yes | no |
+    `counts`: whether it costs the prompt one of its attempts. `blames_server`: whether the server
+    may be out of order. `may_be_processed`: whether the server may still dump the request.
     """
 
-    PERMANENT = "permanent"  # rejected, or of the wrong shape: trying again cannot help
-    SAMPLE = "sample"  # answered, but the dump or the answer is not what was asked for
-    SERVER = "server"  # the server answered with an error of its own
-    SILENT = "silent"  # no answer in time
-    BUSY = "busy"  # refused for now, or no room for the dump
-    HUNG_UP = "hung_up"  # a gateway dropped the request
-    COPY = "copy"  # the server processes an earlier copy of the request, whose dump may arrive
-    BROKEN = "broken"  # the connection broke off after the request was sent
-    UNSENT = "unsent"  # no connection to the server
+    # name, counts, blames_server, may_be_processed
+    PERMANENT = "permanent", True, False, False  # rejected: given up at once
+    SAMPLE = "sample", True, False, False  # answered, but not with what was asked for
+    SERVER = "server", True, True, False  # the server answered with an error of its own
+    SILENT = "silent", True, True, True  # no answer in time
+    BUSY = "busy", False, False, False  # refused for now, or no room for the dump
+    HUNG_UP = "hung_up", False, False, True  # a gateway dropped the request
+    COPY = "copy", False, True, True  # the server processes an earlier copy of the request
+    BROKEN = "broken", False, True, True  # the connection broke off after the request was sent
+    UNSENT = "unsent", False, True, False  # no connection to the server
 
-    @property
-    def counts(self) -> bool:
-        """Whether it costs the prompt one of its attempts."""
-        return self in _COUNTED
+    def __init__(
+        self, text: str, counts: bool, blames_server: bool, may_be_processed: bool
+    ) -> None:
+        self.counts = counts
+        self.blames_server = blames_server
+        self.may_be_processed = may_be_processed
 
     @property
     def is_refusal(self) -> bool:
         """Whether the server asks for fewer requests at a time."""
-        return self in _REFUSALS
-
-    @property
-    def blames_server(self) -> bool:
-        """Whether the server may be out of order."""
-        return self in _BLAME_SERVER
-
-    @property
-    def may_be_processed(self) -> bool:
-        """Whether the server may still process the request, and dump it."""
-        return self in _MAY_BE_PROCESSED
+        return self in (FailureKind.BUSY, FailureKind.HUNG_UP)
 
     @property
     def is_lost(self) -> bool:
@@ -70,14 +54,3 @@ class Failure:
     reason: Reason
     detail: str
     kind: FailureKind = FailureKind.SAMPLE
-
-
-_COUNTED = {FailureKind.PERMANENT, FailureKind.SAMPLE, FailureKind.SERVER, FailureKind.SILENT}
-_REFUSALS = {FailureKind.BUSY, FailureKind.HUNG_UP}
-_MAY_BE_PROCESSED = {
-    FailureKind.SILENT, FailureKind.HUNG_UP, FailureKind.COPY, FailureKind.BROKEN,
-}  # fmt: skip
-_BLAME_SERVER = {
-    FailureKind.SERVER, FailureKind.SILENT, FailureKind.COPY, FailureKind.BROKEN,
-    FailureKind.UNSENT,
-}  # fmt: skip

@@ -15,9 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
-from extractor.core.bounds import require_within
+from extractor.core.errors import UsageError
+
+# Bounds: more is a slip of the keyboard, or overflows whatever the value is handed to.
+MAX_SECONDS: Final = 366 * 86400
+MAX_COUNT: Final = (1 << 31) - 1  # tokens, attempts
+MAX_BYTES: Final = 1 << 62
+MAX_CONCURRENCY: Final = 1 << 16
+MAX_MOVERS: Final = 64
+MAX_TOKENIZER_WORKERS: Final = 256
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,16 @@ def check_options(values: Any) -> None:
             require_within(
                 option.name, getattr(values, name), least=option.least or 0, most=option.most
             )
+
+
+def require_within(option: str, value: float | None, *, least: float, most: float) -> None:
+    """Raise UsageError where an option has a value out of its bounds; NaN is out of any."""
+    if value is None:
+        return
+    if not value >= least:
+        raise UsageError(f"{option} must be >= {least}, is {value}")
+    if value > most:
+        raise UsageError(f"{option} must be <= {most}, is {value}")
 
 
 def _parts(hint: Any) -> tuple[Any, Option | None]:

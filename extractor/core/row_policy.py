@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final
 
-from extractor.core.bounds import MAX_COUNT
 from extractor.core.errors import UsageError
-from extractor.core.option import Option, check_options
+from extractor.core.option import MAX_COUNT, Option, check_options
 
 
 class OnTooLong(StrEnum):

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
-from extractor.core.bounds import (
+from extractor.core.errors import UsageError
+from extractor.core.identity import reading_document
+from extractor.core.locations import DEFAULT_DUMP_ROOT, DEFAULT_OUT, MANIFEST_NAME, SHARDS_DIRECTORY
+from extractor.core.option import (
     MAX_BYTES,
     MAX_CONCURRENCY,
     MAX_COUNT,
     MAX_MOVERS,
     MAX_SECONDS,
     MAX_TOKENIZER_WORKERS,
+    Option,
+    check_options,
 )
-from extractor.core.errors import UsageError
-from extractor.core.identity import reading_document
-from extractor.core.locations import DEFAULT_DUMP_ROOT, DEFAULT_OUT, MANIFEST_NAME, SHARDS_DIRECTORY
-from extractor.core.option import Option, check_options
 from extractor.core.row_policy import DEFAULT_POLICY, Policy
 from prompts.reading_options import DEFAULTS, ReadingOptions
 

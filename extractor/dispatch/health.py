@@ -83,7 +83,7 @@ class Health:
         self._is_paused = False
         self._stopping_since: float | None = None
         self._full_since: float | None = None
-        self._full_detail = ""
+        self.full_detail = ""  # where the last dump found no room
 
     @property
     def state(self) -> HealthState:
@@ -138,7 +138,7 @@ class Health:
         if problem is None:
             self._full_since = None
         elif self._full_since is None:
-            self._full_since, self._full_detail = now, problem
+            self._full_since, self.full_detail = now, problem
 
     def trouble_s(self, *, now: float) -> float:
         """Seconds since the first failure after which no request was served."""
@@ -167,8 +167,3 @@ class Health:
     def stopping_s(self, *, now: float) -> float:
         """Seconds since the server said that it is shutting down."""
         return 0.0 if self._stopping_since is None else now - self._stopping_since
-
-    @property
-    def full_detail(self) -> str:
-        """Where the last dump found no room."""
-        return self._full_detail

@@ -12,7 +12,7 @@ from contextlib import suppress
 from extractor.core.checks import check_header
 from extractor.core.layout import Layout
 from extractor.core.rids import ordinal_of, rid_prefix
-from extractor.dumps.correlator import Piece, Tiling, tile
+from extractor.dumps.correlator import Match, Piece, tile
 from extractor.dumps.dump_reader import DumpFile, DumpPiece, DumpWatcher, Rank
 from server_patch.dump_format import Ready
 
@@ -58,6 +58,6 @@ def find_adoptable(
 def whole(requests: Sequence[Sequence[DumpPiece]], num_tokens: int) -> Sequence[DumpPiece] | None:
     """The pieces of the first request that tile the prompt; None where none do."""
     for pieces in requests:
-        if tile(pieces, num_tokens) is Tiling.COMPLETE:
+        if tile(pieces, num_tokens) is Match.COMPLETE:
             return pieces
     return None

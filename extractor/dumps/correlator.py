@@ -26,36 +26,24 @@ class Piece(Generic[Handle]):
         return self.start + self.rows
 
 
-class Tiling(StrEnum):
-    """How a set of pieces covers [0, N)."""
+class Match(StrEnum):
+    """How the pieces of a request cover the rows of its prompt."""
 
+    WAITING = "waiting"  # no conflict, but rows are still missing
     COMPLETE = "complete"  # every row exactly once
-    INCOMPLETE = "incomplete"  # no conflict, but rows are still missing
-    OVERLAP = "overlap"  # some row twice
-    OUT_OF_RANGE = "out_of_range"  # rows outside [0, N)
+    CONFLICT = "conflict"  # some row twice, or rows outside of the prompt
+    ORPHAN = "orphan"  # nobody waits for the request (any more)
 
 
-def tile(pieces: Iterable[Piece[Handle]], num_tokens: int) -> Tiling:
+def tile(pieces: Iterable[Piece[Handle]], num_tokens: int) -> Match:
     """How `pieces`, in any order, cover the rows [0, num_tokens)."""
-    covered = 0
-    position = 0
+    position = covered = 0
     for piece in sorted(pieces, key=lambda piece: (piece.start, piece.rows)):
-        if piece.start < 0 or piece.rows < 1 or piece.end > num_tokens:
-            return Tiling.OUT_OF_RANGE
-        if piece.start < position:
-            return Tiling.OVERLAP
+        if piece.start < position or piece.rows < 1 or piece.end > num_tokens:
+            return Match.CONFLICT
         position = piece.end
         covered += piece.rows
-    return Tiling.COMPLETE if covered == num_tokens else Tiling.INCOMPLETE
-
-
-class Match(StrEnum):
-    """What a piece means to the correlator."""
-
-    WAITING = "waiting"  # expected; more of this request must come
-    COMPLETE = "complete"  # expected; the request's pieces now tile its prompt
-    CONFLICT = "conflict"  # expected, but overlaps another piece or leaves [0, N)
-    ORPHAN = "orphan"  # nobody waits for this rid (any more)
+    return Match.COMPLETE if covered == num_tokens else Match.WAITING
 
 
 @dataclass(slots=True)
@@ -95,13 +83,7 @@ class Correlator(Generic[Handle]):
         if expected is None:
             return Match.ORPHAN
         expected.pieces.append(piece)
-        match tile(expected.pieces, expected.num_tokens):
-            case Tiling.COMPLETE:
-                return Match.COMPLETE
-            case Tiling.INCOMPLETE:
-                return Match.WAITING
-            case _:
-                return Match.CONFLICT
+        return tile(expected.pieces, expected.num_tokens)
 
     def rows_seen(self, rid: str) -> int:
         return sum(piece.rows for piece in self._expected[rid].pieces)

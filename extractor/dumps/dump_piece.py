@@ -25,30 +25,16 @@ class SampleFault(Exception):
         self.failure = failure
 
 
-def check_tokens(prompt: Prompt, piece: DumpPiece) -> None:
-    """Raise SampleFault when a piece does not hold the tokens that were sent, or vanished."""
-    with opened(piece) as source:
-        check_tokens_in(source, prompt, piece)
-
-
-def check_tokens_in(source: int | bytes, prompt: Prompt, piece: DumpPiece) -> None:
-    """`check_tokens` of a piece that is `opened`."""
-    found = np.frombuffer(_read(source, piece, "input_ids"), dtype=np.dtype("<i4"))
+def check_tokens(source: int | bytes, prompt: Prompt, piece: DumpPiece) -> None:
+    """Raise SampleFault when a piece that is `opened` does not hold the tokens that were sent."""
+    found = np.frombuffer(read_tensor(source, piece, "input_ids"), dtype=np.dtype("<i4"))
     failure = check_ids(prompt.input_ids, found, start=piece.start)
     if failure is not None:
         raise SampleFault(failure)
 
 
-def tensor_bytes(piece: DumpPiece, name: str) -> bytes:
-    """All bytes of one tensor of a piece's dump.
-
-    Raises SampleFault when the dump has vanished or is truncated.
-    """
-    with opened(piece) as source:
-        return bytes(_read(source, piece, name))
-
-
-def _read(source: int | bytes, piece: DumpPiece, name: str) -> bytearray:
+def read_tensor(source: int | bytes, piece: DumpPiece, name: str) -> bytearray:
+    """All bytes of one tensor of a piece that is `opened`. Raises SampleFault if it is cut off."""
     span = piece.handle.dump.tensors[name]
     data = bytearray(span.size_bytes)
     with still_whole(piece):

@@ -18,7 +18,7 @@ from extractor.core.request import Request
 from extractor.core.rids import PROBE_SESSION, make_rid
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.dumps.collector import Collector
-from extractor.dumps.dump_piece import SampleFault, check_tokens, tensor_bytes
+from extractor.dumps.dump_piece import SampleFault, check_tokens, opened, read_tensor
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.servers.canary import canary_ids as canary_new_ids
 from extractor.servers.canary import encode_canary
@@ -178,12 +178,13 @@ class _Probe:
 def _encoded(prompt: Prompt, pieces: Sequence[DumpPiece]) -> bytes:
     """The states of a probe, as the manifest keeps a canary. Raises PluginError."""
     dump = pieces[0].handle.dump
+    tensors = {name: b"" for name in dump.tensors}
     try:
         for piece in pieces:
-            check_tokens(prompt, piece)
-        tensors = {
-            name: b"".join(tensor_bytes(piece, name) for piece in pieces) for name in dump.tensors
-        }
+            with opened(piece) as source:
+                check_tokens(source, prompt, piece)
+                for name in tensors:
+                    tensors[name] += read_tensor(source, piece, name)
     except SampleFault as fault:
         raise _bad_dump(str(fault)) from fault
     return encode_canary(dump.header, tensors)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from extractor.core.address import is_host, url_host
-from extractor.core.bounds import MAX_SECONDS, require_within
 from extractor.core.errors import UsageError
 from extractor.core.locations import DEFAULT_DUMP_ROOT
+from extractor.core.option import MAX_SECONDS, require_within
 from server_patch import settings as plugin
 
 DEFAULT_LAYERS: Final = "eagle3"

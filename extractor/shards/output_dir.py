@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from extractor.core.errors import (
-    SpaceError,
-    storage_error,
-)
+from extractor.core.errors import SpaceError, storage_error
 from extractor.core.humanize import amount
 from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.system.files import (
@@ -48,9 +45,6 @@ def prepare_out(out: Path, *, min_free_bytes: int = DEFAULT_TIMINGS.store.min_fr
     try:
         require_directory(out, option="--out")
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error(error, where=out) from error
-    try:
         trial = out / ".writable"  # one name: what a killed run leaves is removed by the next
         trial.write_bytes(b"x")
         trial.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import xxhash
 
 from extractor.core.checks import check_finite
 from extractor.core.layout import Layout
-from extractor.dumps.dump_piece import SampleFault, check_tokens_in, opened, still_whole
+from extractor.dumps.dump_piece import SampleFault, check_tokens, opened, still_whole
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.system.direct_io import AppendFile
 from extractor.system.files import read_into
@@ -34,7 +34,7 @@ def append_sample(
         with ExitStack() as stack:
             sources = [(piece, stack.enter_context(opened(piece))) for piece in pieces]
             for piece, source in sources:
-                check_tokens_in(source, prompt, piece)
+                check_tokens(source, prompt, piece)
             for name in layout.state_names:
                 for piece, source in sources:
                     span = piece.handle.dump.tensors[name]

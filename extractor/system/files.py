@@ -9,9 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from extractor.core.errors import (
-    UsageError,
-)
+from extractor.core.errors import UsageError
 from server_patch.dump_format import DumpFormatError, open_dump
 
 
@@ -35,7 +33,7 @@ def open_regular(path: Path) -> int:
         raise OSError(errno.EINVAL, "not a regular file", str(path)) from error
 
 
-def is_regular(path: Path) -> bool:
+def is_regular(path: Path | str) -> bool:
     """Whether `path` is a regular file, not a link to one."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)

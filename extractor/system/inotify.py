@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import stat
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from inotify_simple import INotify, flags
 
 from extractor.core.timings import DEFAULT_TIMINGS, ListingTimings
+from extractor.system.files import is_regular
 
 _NEWS = flags.MOVED_TO
 _LOSSES = flags.Q_OVERFLOW | flags.IGNORED | flags.UNMOUNT
@@ -141,13 +141,6 @@ class DirectoryWatch:
                 is_all = False
             elif self._is_wanted(event.name):
                 path = self._watched[event.wd]
-                if _is_regular(f"{path}/{event.name}"):
+                if is_regular(f"{path}/{event.name}"):
                     found[path].add(event.name)
         return is_all
-
-
-def _is_regular(path: str) -> bool:
-    try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
-    except OSError:
-        return False  # gone again

@@ -7,7 +7,6 @@ before anything is read into memory, and unreadable data is reported as a findin
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -32,12 +31,9 @@ from manifest.decoding import shown
 from manifest.exceptions import ManifestDamaged
 from manifest.records import Shard
 from manifest.store import Store
-from prompts.types import Alteration
 
 _MAX_DATASET_BYTES = 16 << 20
 _MAX_DIFFERENCES = 100
-_ALTERATIONS = frozenset(Alteration)
-_DIGEST = re.compile("[0-9a-f]{32}")
 
 
 def open_manifest(out: Path) -> Store:
@@ -168,7 +164,7 @@ class _Auditor:
                 self._audit, shard, identity, descriptor, block=self._block, progress=self._progress
             )
             rows = self._store.checked_shard_rows(shard.number)
-            auditor.run(rows, skip=self._audit.findings.damage.rows)
+            auditor.run(rows, skip=self._audit.findings.damaged_rows)
         finally:
             os.close(descriptor)
 

@@ -79,26 +79,16 @@ Progress = Callable[[int], None]
 """Called with the number of samples checked since the last call."""
 
 
-def _no_totals() -> Totals:
-    return Totals(by_state={}, by_reason={}, stored_tokens=0, stored_bytes=0, untrained=0)
-
-
-@dataclass(kw_only=True)
-class Damages:
-    """The damaged rows, samples and shards, as a repair needs them."""
-
-    rows: set[int] = field(default_factory=set)  # damaged in the manifest
-    samples: set[int] = field(default_factory=set)  # damaged in their shards
-    shards: set[int] = field(default_factory=set)  # with anything wrong in them
-
-
 @dataclass(kw_only=True)
 class Findings:
     """The problems found so far."""
 
     all: list[Finding] = field(default_factory=list)  # MAX_FINDINGS of each kind
     counts: Counter[FindingKind] = field(default_factory=Counter)
-    damage: Damages = field(default_factory=Damages)
+    # As a repair needs them:
+    damaged_rows: set[int] = field(default_factory=set)  # in the manifest
+    damaged_samples: set[int] = field(default_factory=set)  # in their shards
+    damaged_shards: set[int] = field(default_factory=set)  # with anything wrong in them
 
     def find(
         self, kind: FindingKind, detail: str, *, row: int | None = None, shard: Shard | None = None
@@ -106,9 +96,9 @@ class Findings:
         """Add a problem; `row` is an ordinal."""
         self.counts[kind] += 1
         if kind in _OF_A_SAMPLE and row is not None:
-            self.damage.samples.add(row)
+            self.damaged_samples.add(row)
         if kind in _OF_A_SHARD and shard is not None:
-            self.damage.shards.add(shard.number)
+            self.damaged_shards.add(shard.number)
         if self.counts[kind] <= MAX_FINDINGS:
             name = shard.name if shard else None
             self.all.append(Finding(kind=kind, detail=_printable(detail), row=row, shard=name))
@@ -121,7 +111,7 @@ class Findings:
 class Contents:
     """The records of a manifest that can be read, counted."""
 
-    totals: Totals = field(default_factory=_no_totals)
+    totals: Totals = field(default_factory=Totals)
     num_input_rows: int = 0
     num_shards: int = 0
     duplicates: int = 0  # stored samples with the same ids and mask as another

@@ -175,7 +175,7 @@ class ManifestAuditor:
                         row=ordinal,
                     )
             if problem is not None:
-                self._findings.damage.rows.add(ordinal)
+                self._findings.damaged_rows.add(ordinal)
                 self._damaged(problem, row=ordinal)
         if expected != self.contents.num_input_rows:
             self._findings.find(

@@ -131,7 +131,7 @@ class _Repairer:
     def mend_manifest(self) -> None:
         """Drop damaged rows, and make indexes and counts from the others."""
         if FindingKind.MANIFEST_DAMAGED in self._findings.counts:
-            rows = self._findings.damage.rows
+            rows = self._findings.damaged_rows
             names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}
             self._store.mend(drop=rows, shard_names=names)
             self.repair.rows, self.repair.manifest = len(rows), True
@@ -152,18 +152,17 @@ class _Repairer:
 
     def replace_shards(self) -> None:
         """Replace the damaged shards by their sound samples."""
-        damage = self._findings.damage
         self.repair.unknown += [
             found.detail for found in self._findings.all if found.kind is FindingKind.SHARD_UNKNOWN
         ]
         for shard in self._store.shards():
             # An open shard is first sealed by the run that fills it: a hole in it would stay one.
-            if not shard.is_sealed or shard.number not in damage.shards:
+            if not shard.is_sealed or shard.number not in self._findings.damaged_shards:
                 continue
             if self._is_strange(sealed_shard_path(self._settings.directory, shard)):
                 continue
             rows = self._store.shard_rows(shard.number)
-            num_kept = self._replace(shard, rows, damage.samples)
+            num_kept = self._replace(shard, rows, self._findings.damaged_samples)
             self.repair.shards += 1
             self.repair.kept += num_kept
             self.repair.planned += len(rows) - num_kept

@@ -66,7 +66,7 @@ class ShardAuditor:
             self._progress(1)
             if isinstance(row, Damage) or row.ordinal in skip:
                 is_whole, end = False, None
-                self._audit.findings.damage.shards.add(self._shard.number)
+                self._audit.findings.damaged_shards.add(self._shard.number)
                 self._forget(row.ordinal)
                 continue
             sample, tensors = row.sample, sample_tensors(row.prompt.num_tokens, self._layout)

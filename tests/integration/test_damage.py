@@ -331,7 +331,7 @@ def test_a_sample_that_is_sound_outlives_the_repair_of_its_neighbours_row(
     copy = Path(shutil.copytree(out, tmp_path / "out"))
     plant(copy, "prompts", "label", BAD_TEXT)
     found, repair = audit_and_repair(copy)
-    assert found.findings.damage.rows == {3}
+    assert found.findings.damaged_rows == {3}
     assert (repair.rows, repair.shards, repair.planned, repair.refused) == (1, 1, 0, None)
     assert repair.kept > 1
     left = audit(copy)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extractor.dumps.correlator import Correlator, Match, Piece, Tiling, tile
+from extractor.dumps.correlator import Correlator, Match, Piece, tile
 
 RID = "rid"
 
@@ -47,7 +47,7 @@ def test_a_missing_piece_is_never_complete(
 ) -> None:
     total, pieces = partition
     missing = data.draw(st.sampled_from(pieces))
-    assert tile([one for one in pieces if one is not missing], total) is Tiling.INCOMPLETE
+    assert tile([one for one in pieces if one is not missing], total) is Match.WAITING
 
 
 @given(partitions(), st.data())
@@ -57,7 +57,7 @@ def test_a_row_that_comes_twice_is_a_conflict(
     total, pieces = partition
     start = data.draw(st.integers(0, total - 1))
     extra = piece(start, data.draw(st.integers(1, total - start)))
-    assert tile([*pieces, extra], total) is Tiling.OVERLAP
+    assert tile([*pieces, extra], total) is Match.CONFLICT
     correlator = Correlator[int]()
     correlator.expect(RID, num_tokens=total)
     matches = [correlator.add(RID, one) for one in [*pieces, extra]]
@@ -74,19 +74,19 @@ def test_pieces_cover_as_a_set_of_rows_says(
     pieces = [*pieces[1:], piece(start, rows)]
     covered = [row for one in pieces for row in range(one.start, one.end)]
     found = tile(pieces, total)
-    if found is Tiling.COMPLETE:
+    if found is Match.COMPLETE:
         assert sorted(covered) == list(range(total))
-    if found is Tiling.INCOMPLETE:
+    if found is Match.WAITING:
         assert len(set(covered)) == len(covered) < total
-    if found is Tiling.OVERLAP:
+    if found is Match.CONFLICT:
         assert len(set(covered)) < len(covered)
     if rows < 1 or start < 0 or start + rows > total:
-        assert found in (Tiling.OUT_OF_RANGE, Tiling.OVERLAP)
+        assert found is Match.CONFLICT
 
 
 @pytest.mark.parametrize("outside", [(-1, 2), (9, 2), (10, 1), (0, 0), (3, -1), (0, 11)])
 def test_rows_outside_the_prompt_are_a_conflict(outside: tuple[int, int]) -> None:
-    assert tile([piece(*outside)], 10) is Tiling.OUT_OF_RANGE
+    assert tile([piece(*outside)], 10) is Match.CONFLICT
     correlator = Correlator[int]()
     correlator.expect(RID, num_tokens=10)
     assert correlator.add(RID, piece(*outside)) is Match.CONFLICT
@@ -109,4 +109,4 @@ def test_a_rid_is_expected_once_at_a_time() -> None:
 
 
 def test_no_piece_is_not_a_whole() -> None:
-    assert tile([], 1) is Tiling.INCOMPLETE
+    assert tile([], 1) is Match.WAITING

@@ -73,6 +73,30 @@ def test_a_whole_life_in_one_batch_is_one_row() -> None:
 
 IN_FLIGHT = only(fold(PLANNED))
 IN_SHARD = only(fold(PLANNED, STORED))
+GIVEN_UP = only(fold(PLANNED, FAILED))
+RETRIED, LOST = Retried(ordinal=7, attempts=1), Lost(ordinal=7, attempts=1)
+MOVED, FORGOTTEN = Relocated(ordinal=7, shard=5, offset=1), Forgotten(ordinal=7)
+
+
+@pytest.mark.parametrize(
+    ("before", "allowed"),
+    [
+        (IN_FLIGHT, {PLANNED: State.PLANNED, RETRIED: State.PLANNED, LOST: State.PLANNED,
+                     STORED: State.STORED, FAILED: State.FAILED}),
+        (IN_SHARD, {MOVED: State.STORED, FORGOTTEN: State.PLANNED}),
+        (GIVEN_UP, {}),
+    ],
+)  # fmt: skip
+def test_every_change_of_every_state_is_made_or_refused(
+    before: Row, allowed: dict[Change, State]
+) -> None:
+    """A failed row is only reopened, all of them at once, where the user asks for it."""
+    for change in (PLANNED, RETRIED, LOST, STORED, FAILED, MOVED, FORGOTTEN):
+        if change in allowed:
+            assert only(fold(change, file=File(before))).state is allowed[change]
+        else:
+            with pytest.raises(IllegalTransition):
+                fold(change, file=File(before))
 
 
 @pytest.mark.parametrize(
@@ -118,12 +142,12 @@ def test_a_row_that_gives_another_prompt_than_before_is_refused(before: Row) -> 
 @pytest.mark.parametrize(
     ("before", "change", "message"),
     [
-        (None, Retried(ordinal=7, attempts=1), "retry for row 7, which was never planned"),
-        (None, STORED, "store for row 7, which was never planned"),
-        (IN_FLIGHT, Forgotten(ordinal=7), "no transition forget from planned"),
+        (None, Retried(ordinal=7, attempts=1), "Retried of row 7, which is not planned"),
+        (None, STORED, "Stored of row 7, which is not planned"),
+        (IN_FLIGHT, Forgotten(ordinal=7), "Forgotten of row 7, which is planned"),
         (IN_SHARD, PLANNED, "row 7 is settled already"),
-        (IN_SHARD, STORED, "no transition store from stored"),
-        (IN_SHARD, Lost(ordinal=7, attempts=1), "no transition lose from stored"),
+        (IN_SHARD, STORED, "Stored of row 7, which is stored"),
+        (IN_SHARD, Lost(ordinal=7, attempts=1), "Lost of row 7, which is stored"),
     ],
 )
 def test_what_does_not_follow_is_refused(before: Row | None, change: Change, message: str) -> None:
