@@ -79,7 +79,7 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
         stager=stager,
         writers=writers,
         stats=stats,
-        weights=Weights(boot_id="benchmark", found=None),
+        weights=Weights(boot_id="benchmark"),
     )
     return tap, supervisor
 

@@ -18,7 +18,7 @@ from server_patch.norm_probe import NormProbe
 from server_patch.ready import write_failed
 from server_patch.settings import BOOT_ID, Settings
 from server_patch.sglang_api import EngineError, RunnerFacts
-from server_patch.weights import Measured, Weights
+from server_patch.weights import UNKNOWN, Measured, Weights
 from server_patch.writing import Writing, start_writing
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def _set_up(runner: Any, settings: Settings, measured: Measured | None) -> None:
     rank_dir = _make_rank_dir(settings, facts) if facts.placement.is_writer else None
     _weights = None
     if rank_dir is not None:
-        found = measured.gather() if measured is not None else None
+        found = measured.gather() if measured is not None else UNKNOWN
         _weights = Weights(boot_id=rank_dir.boot_id, found=found, version=facts.weight_version)
     rank = _Rank(runner=runner, settings=settings, facts=facts, rank_dir=rank_dir, weights=_weights)
     try:

@@ -23,6 +23,7 @@ from server_patch import durable_files, request_log
 from server_patch.dump_dir import RankDir
 from server_patch.dump_format import (
     StateLayout,
+    WeightsInfo,
     decode_error,
     dump_name,
     error_name,
@@ -30,14 +31,13 @@ from server_patch.dump_format import (
     is_error_name,
     read_header,
 )
-from server_patch.fingerprint import Fingerprint
 from server_patch.ring import Ring, RingError, RingPlan, plan_ring
 from server_patch.sglang_api import PrefillBatch
 from server_patch.slot_layout import SlotLayout
 from server_patch.staging import CpuStager, StagingError, States, gather
 from server_patch.stats import STATS_NAME, Stats, StatsFile
 from server_patch.tap import Tap
-from server_patch.weights import Found, Weights
+from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool, _split
 from server_patch.writer_process import DumpWriter
 from server_patch.writer_protocol import (
@@ -104,7 +104,7 @@ class Rig:
         RIGS.append(self)
         self.directory = directory
         self.stats = Stats()
-        self.weights = Weights(boot_id="boot", found=None)
+        self.weights = Weights(boot_id="boot")
         slot_bytes = LAYOUT.size_bytes(slot_rows) // 256 * 256 + 256
         self.ring = Ring(
             RingPlan(
@@ -218,7 +218,7 @@ def test_each_request_gets_its_own_rows(rig: Rig, packed: bool) -> None:
 def test_a_dump_names_the_weights_of_its_forward(tmp_path: Path) -> None:
     """Every part of a job keeps the id of its own forward, even if the write is delayed."""
     rig = Rig(tmp_path, start=False)
-    before = Found(fingerprint=Fingerprint(layout="l", content="before"), seconds=0)
+    before = WeightsInfo(id="before", layout="l", seconds=0)
     rig.weights.loaded(before)
     rig.tap.take(make_batch([3, 4]), make_states(7))
     rig.weights.updated()
