@@ -334,7 +334,6 @@ _READY_KEYS: Final[Mapping[str, str]] = {
 
 def encode_header(header: DumpHeader) -> bytes:
     """The bytes before the data: the length word and the padded JSON header."""
-    offset = 0
     document: dict[str, Any] = {
         "__metadata__": {
             "format_version": str(FORMAT_VERSION),
@@ -349,16 +348,9 @@ def encode_header(header: DumpHeader) -> bytes:
             "rank": str(header.rank),
             "counter": str(header.counter),
             **({} if header.weights is None else {"weights": header.weights}),
-        }
+        },
+        **_tensor_entries(header),
     }
-    for name, (dtype, shape) in header.tensor_shapes().items():
-        size = _size_bytes(dtype, shape)
-        document[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
     text = json.dumps(document, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % DATA_ALIGNMENT
     encoded = struct.pack("<Q", len(text) + padding) + text + b" " * padding
@@ -408,25 +400,32 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DumpFormatError(f"unreadable dump header: {error!r}") from error
     spans: dict[str, TensorSpan] = {}
-    begin = 8 + length
-    for name, (dtype, shape) in header.tensor_shapes().items():
-        end = begin + _size_bytes(dtype, shape)
+    end = 8 + length
+    for name, expected in _tensor_entries(header).items():
         stated = document.get(name)
-        expected = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [begin - 8 - length, end - 8 - length],
-        }
         if stated != expected:
             raise DumpFormatError(f"tensor {name!r} is stated as {stated}, must be {expected}")
-        spans[name] = TensorSpan(dtype=dtype, shape=shape, begin=begin, end=end)
-        begin = end
+        begin, end = (8 + length + offset for offset in expected["data_offsets"])
+        spans[name] = TensorSpan(
+            dtype=expected["dtype"], shape=tuple(expected["shape"]), begin=begin, end=end
+        )
     extra = set(document) - set(spans) - {"__metadata__"}
     if extra:
         raise DumpFormatError(f"unexpected tensors {sorted(extra)}")
-    if begin != file_bytes:
-        raise DumpFormatError(f"file has {file_bytes} bytes, its header describes {begin}")
+    if end != file_bytes:
+        raise DumpFormatError(f"file has {file_bytes} bytes, its header describes {end}")
     return Dump(header=header, tensors=spans, size_bytes=file_bytes)
+
+
+def _tensor_entries(header: DumpHeader) -> dict[str, dict[str, Any]]:
+    """The tensors of a dump, as its JSON header states them."""
+    entries: dict[str, dict[str, Any]] = {}
+    begin = 0
+    for name, (dtype, shape) in header.tensor_shapes().items():
+        end = begin + _size_bytes(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    return entries
 
 
 def open_dump(path: Path) -> int:

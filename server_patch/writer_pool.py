@@ -19,7 +19,7 @@ from server_patch.dump_format import dump_name, error_name
 from server_patch.durable_files import remove_unfinished
 from server_patch.ring import Ring, RingSlot
 from server_patch.staging import Stager
-from server_patch.stats import Stats, StatsFile
+from server_patch.stats import Stats
 from server_patch.writer_process import describe, write_failures
 from server_patch.writer_protocol import MAX_PIECES, FailedPiece, Job, Report, SlotPiece
 from server_patch.writer_supervisor import Settled, WriterSupervisor
@@ -44,7 +44,6 @@ class WriterPool:
         ring: Ring,
         stager: Stager,
         stats: Stats,
-        stats_file: StatsFile,
     ) -> None:
         self._supervisor = supervisor
         self._num_writers = num_writers
@@ -52,7 +51,6 @@ class WriterPool:
         self._ring = ring
         self._stager = stager
         self._stats = stats
-        self._stats_file = stats_file
         self._queue: queue.SimpleQueue[tuple[RingSlot | None, Job]] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -108,7 +106,7 @@ class WriterPool:
         try:
             self.take_reports(timeout_s=0)
             self._supervisor.replace_dead()
-            self._stats_file.refresh()
+            self._stats.refresh_file()
         except Exception:
             logger.exception("hidden states: unexpected error in the writer pool")
 
@@ -126,7 +124,7 @@ class WriterPool:
             self._stats.add_report(Report(errors=len(failures)))
             parts = [Job(slot=None, failures=[*failures, *job.failures])]
         if slot is not None:
-            self._ring.hold(slot, len(parts))
+            slot.uses = len(parts)
         return parts
 
     def _num_parts(self, job: Job) -> int:

@@ -35,7 +35,7 @@ from server_patch.ring import Ring, RingError, RingPlan, plan_ring
 from server_patch.sglang_api import PrefillBatch
 from server_patch.slot_layout import SlotLayout
 from server_patch.staging import CpuStager, StagingError, States, gather
-from server_patch.stats import STATS_NAME, Stats, StatsFile
+from server_patch.stats import STATS_NAME, Stats
 from server_patch.tap import Tap
 from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool, _split
@@ -103,7 +103,6 @@ class Rig:
     ) -> None:
         RIGS.append(self)
         self.directory = directory
-        self.stats = Stats()
         self.weights = Weights(boot_id="boot")
         slot_bytes = LAYOUT.size_bytes(slot_rows) // 256 * 256 + 256
         self.ring = Ring(
@@ -118,18 +117,11 @@ class Rig:
         stager = stager or CpuStager()
 
         rank_dir = RankDir(directory=directory, boot_id="boot", rank=1, file_mode=0o640)
-
-        def assignment(socket_descriptor: int) -> Assignment:
-            return Assignment(
-                rank_dir=rank_dir,
-                states=STATES,
-                ring=self.ring.map,
-                socket_descriptor=socket_descriptor,
-                log_level=log_level,
-            )
-
-        self.assignment = assignment
-        self.supervisor = WriterSupervisor(assignment, clock=clock)
+        self.stats = Stats(rank_dir)
+        self.assignment = Assignment(
+            rank_dir=rank_dir, states=STATES, ring=self.ring.map, log_level=log_level
+        )
+        self.supervisor = WriterSupervisor(self.assignment, clock=clock)
         self.writers = WriterPool(
             self.supervisor,
             num_writers=2,
@@ -137,7 +129,6 @@ class Rig:
             ring=self.ring,
             stager=stager,
             stats=self.stats,
-            stats_file=StatsFile(self.stats, rank_dir),
         )
         self.tap = Tap(
             rid_prefix="xtr-",
@@ -342,9 +333,7 @@ def test_a_file_that_does_not_fit_becomes_an_error_record(
 
     monkeypatch.setattr(os, "writev", writev)
     ring_bytes = rig.ring.plan.total_bytes
-    writer = DumpWriter(
-        rig.assignment(0), memoryview(bytearray(ring_bytes))
-    )  # here, not in a process
+    writer = DumpWriter(rig.assignment, memoryview(bytearray(ring_bytes)))  # here, not in a process
     pieces = [SlotPiece(rid="xtr-0", start=0, begin=0, rows=9, counter=0)]
     report = writer.write(Job(slot=1, slot_rows=9, pieces=pieces))
     assert (report.pieces, report.errors, report.errors_lost) == (0, 1, 0)
