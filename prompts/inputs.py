@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prompts.compression import explained
-from prompts.formats import open_container
+from prompts.formats import open_container, skip_none
 from prompts.types import InputError, RowOrigin
 
 
@@ -49,7 +49,7 @@ def scan_inputs(
 def read_rows(
     files: Iterable[InputFile],
     *,
-    skip: Callable[[int], bool] = lambda ordinal: False,
+    skip: Callable[[int], bool] = skip_none,
     count_parts: CountParts | None = None,
 ) -> Generator[RawRow]:
     """Yields the rows of scanned files in order, except those for whose ordinal `skip` is true.
@@ -88,7 +88,7 @@ def _read(
                 )
             return
         ordinal = first
-        for line, data in container.rows(lambda index: False):
+        for line, data in container.rows():
             assert data is not None
             for part in range(count_parts(data)):
                 origin = RowOrigin(source=file.path, line=line, part=part)
@@ -104,11 +104,7 @@ def _scan(path: str, count_parts: CountParts | None) -> InputFile:
         if count_parts is None:
             num_rows = container.count_rows()
         else:
-            num_rows = sum(
-                count_parts(data)
-                for _, data in container.rows(lambda index: False)
-                if data is not None
-            )
+            num_rows = sum(count_parts(data) for _, data in container.rows() if data is not None)
         with explained(path):
             digest = blocks.drain()
         if not num_rows:
