@@ -76,8 +76,6 @@ class Settings:
             _check_boundaries(self.boundaries)
         if self.last_kind not in LAST_TENSORS:
             raise SettingsError(f"{LAST} must be post, pre or both, is {self.last_kind!r}")
-        if not self.rid_prefix:
-            raise SettingsError(f"{RID_PREFIX} must not be empty: every request would be dumped")
         if self.file_mode & ~0o666 or self.file_mode & 0o600 != 0o600:
             raise SettingsError(
                 f"{FILE_MODE} must be octal, 600 with read or write bits for group and others, "
@@ -160,8 +158,6 @@ def _parse_boundaries(text: str) -> tuple[int, ...] | None:
 
 
 def _check_boundaries(boundaries: tuple[int, ...]) -> None:
-    if not boundaries:
-        raise SettingsError(f"{BOUNDARIES} must name at least one boundary")
     if min(boundaries) < 0:
         raise SettingsError(f"{BOUNDARIES} must be >= 0, has {min(boundaries)}")
     if list(boundaries) != sorted(set(boundaries)):

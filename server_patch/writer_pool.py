@@ -140,15 +140,13 @@ class WriterPool:
             return
         if settled.slot is not None:
             self._ring.release(settled.slot)
-        self._stats.add_report(settled.report)
-        self._log_lost(settled.report.errors_lost)
+        self._count(settled.report)
 
     def _give_up(self, slot: RingSlot | None, job: Job, reason: str) -> None:
         """Write error records for the whole job."""
         failures = [*_as_failures(job, reason), *job.failures]
         lost = write_failures(failures, self._rank_dir)
-        self._stats.add_report(Report(errors=len(job.pieces), errors_lost=lost))
-        self._log_lost(lost)
+        self._count(Report(errors=len(job.pieces), errors_lost=lost))
         if slot is not None:
             self._ring.release(slot)
 
@@ -162,11 +160,12 @@ class WriterPool:
             with suppress(OSError):
                 remove_unfinished(self._rank_dir.directory, name)
 
-    def _log_lost(self, count: int) -> None:
-        if count:
+    def _count(self, report: Report) -> None:
+        self._stats.add_report(report)
+        if report.errors_lost:
             logger.error(
                 "hidden states: %s error records could not be written to %s",
-                count,
+                report.errors_lost,
                 self._rank_dir.directory,
             )
 
