@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Final
 
 from prompts.inputs import RawRow
@@ -67,12 +66,7 @@ class RendererPool:
     def __enter__(self) -> RendererPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_closed = True
         self._ours.close()
         self._theirs.close()

@@ -56,11 +56,7 @@ _SAMPLE: Final = "Hello,  world\n\n é漢🙂 1234 def f(x):\n\treturn x"
 class ChatTokenizer:
     """Renders turns to text and text to tokens, adding no special token of its own."""
 
-    def __init__(
-        self,
-        hf_tokenizer: Any,
-        template: TemplateOptions,
-    ) -> None:
+    def __init__(self, hf_tokenizer: Any, template: TemplateOptions) -> None:
         """`hf_tokenizer`: one of transformers. Raises `TokenizerError` if jinja2 is missing."""
         self._hf = hf_tokenizer
         # Only the tokenizers library says where in a text its tokens lie.
@@ -73,19 +69,16 @@ class ChatTokenizer:
         self.has_generation_blocks = bool(GENERATION_BLOCK.search(self.template or ""))
         #: What asking for a generation prompt adds: the header of an assistant turn, or nothing.
         self.generation_prompt = ""
-        self._form = MessageForm()
+        #: What the chat template takes.
+        self.form = MessageForm()
         if self.template is not None:
             self.generation_prompt = self._probe()
-            self._form = self._probed_form()
+            self.form = self._probed_form()
         self._encode_fast = self._backend() if self._is_fast else None
 
     @classmethod
     def load(
-        cls,
-        path_or_name: str,
-        template: TemplateOptions,
-        *,
-        trust_remote_code: bool = False,
+        cls, path_or_name: str, template: TemplateOptions, *, trust_remote_code: bool = False
     ) -> ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
@@ -133,11 +126,6 @@ class ChatTokenizer:
         except Exception:  # rendering fails as well, with a better message
             return False
 
-    @property
-    def form(self) -> MessageForm:
-        """What the chat template takes."""
-        return self._form
-
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the chat template writes tool definitions."""
@@ -183,7 +171,7 @@ class ChatTokenizer:
         self, turns: Sequence[ChatTurn], *, generation_prompt: bool, tools: Sequence[Any] = ()
     ) -> str:
         """The turns as the model's chat template writes them. Raises `RowError` (render_failed)."""
-        return self._render(turns, self._form, generation_prompt=generation_prompt, tools=tools)
+        return self._render(turns, self.form, generation_prompt=generation_prompt, tools=tools)
 
     def _render(
         self,
@@ -228,7 +216,7 @@ class ChatTokenizer:
         # Not the mask that `apply_chat_template` returns: that ends, without a word, at the first
         # block that begins with a space, as trimmed offsets leave that space to no token.
         texts, spans = render_jinja_template(
-            conversations=[as_messages(turns, self._form)],
+            conversations=[as_messages(turns, self.form)],
             tools=list(tools) or None,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
