@@ -78,10 +78,8 @@ def test_pieces_cover_as_a_set_of_rows_says(
         assert sorted(covered) == list(range(total))
     if found is Match.WAITING:
         assert len(set(covered)) == len(covered) < total
-    if found is Match.CONFLICT:
-        assert len(set(covered)) < len(covered)
-    if rows < 1 or start < 0 or start + rows > total:
-        assert found is Match.CONFLICT
+    is_outside = rows < 1 or start < 0 or start + rows > total
+    assert (found is Match.CONFLICT) is (is_outside or len(set(covered)) < len(covered))
 
 
 @pytest.mark.parametrize("outside", [(-1, 2), (9, 2), (10, 1), (0, 0), (3, -1), (0, 11)])
