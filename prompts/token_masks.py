@@ -48,7 +48,7 @@ def read_tokens(
     row: Mapping[str, Any],
     ids: Sequence[int],
     *,
-    columns: Sequence[str] = ("input_ids",),
+    columns: Sequence[str],
     num_prompt: int | None,
 ) -> Tokens:
     """Strip the padding from `ids`, those of `columns`, and read the mask; all its columns must

@@ -77,9 +77,7 @@ class ChatTokenizer:
         self._encode_fast = self._backend() if self._is_fast else None
 
     @classmethod
-    def load(
-        cls, path_or_name: str, template: TemplateOptions, *, trust_remote_code: bool = False
-    ) -> ChatTokenizer:
+    def load(cls, path_or_name: str, template: TemplateOptions) -> ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
             raise TokenizerError(f"{path_or_name}: no such folder: name the model's folder")
@@ -89,9 +87,8 @@ class ChatTokenizer:
             remedy = "pip install transformers jinja2"
             raise TokenizerError(f"{path_or_name}: transformers is missing: {remedy}") from exc
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(
-                path_or_name, trust_remote_code=trust_remote_code
-            )
+            # Otherwise transformers asks at the terminal whether to run a model's own code.
+            hf_tokenizer = AutoTokenizer.from_pretrained(path_or_name, trust_remote_code=False)
         except Exception as exc:  # whatever the model's own files or code raise
             raise TokenizerError(
                 f"{path_or_name}: {_load_remedy(exc)} ({_complaint(exc)}). {_WITHOUT}"

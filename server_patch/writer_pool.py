@@ -191,7 +191,4 @@ def _split(job: Job, *, num_parts: int) -> list[Job]:
 
 
 def _as_failures(job: Job, reason: str) -> list[FailedPiece]:
-    return [
-        FailedPiece(rid=piece.rid, start=piece.start, reason=reason, counter=piece.counter)
-        for piece in job.pieces
-    ]
+    return [piece.failed(reason) for piece in job.pieces]

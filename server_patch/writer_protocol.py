@@ -22,6 +22,15 @@ MAX_PIECES: Final = 64
 MAX_MESSAGE_BYTES: Final = 1 << 20
 
 
+class FailedPiece(NamedTuple):
+    """One error record to write."""
+
+    rid: str
+    start: int
+    reason: str
+    counter: int
+
+
 class SlotPiece(NamedTuple):
     """One dump to write: rows of a slot."""
 
@@ -31,14 +40,9 @@ class SlotPiece(NamedTuple):
     rows: int
     counter: int
 
-
-class FailedPiece(NamedTuple):
-    """One error record to write."""
-
-    rid: str
-    start: int
-    reason: str
-    counter: int
+    def failed(self, reason: str) -> FailedPiece:
+        """The error record in place of the dump, with its number."""
+        return FailedPiece(self.rid, self.start, reason, self.counter)
 
 
 class Job(NamedTuple):
