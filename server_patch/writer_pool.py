@@ -58,7 +58,7 @@ class WriterPool:
         threading.Thread(target=self._run, name="hidden-states", daemon=True).start()
 
     def submit(self, slot: RingSlot | None, job: Job) -> None:
-        """Queue the dumps of a filled slot, or error records. Never blocks: the ring bounds it."""
+        """Queue the dumps of a filled slot, or error records. Never blocks."""
         self._queue.put((slot, job))
 
     def take_reports(self, *, timeout_s: float) -> None:

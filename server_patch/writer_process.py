@@ -138,10 +138,9 @@ def main() -> None:
     request_log.set_level(assignment.log_level)
     request_log.write_to_stderr()
     with socket.socket(fileno=int(sys.argv[2])) as scheduler:
-        ring = mmap.mmap(
-            assignment.ring.descriptor, assignment.ring.total_bytes, prot=mmap.PROT_READ
-        )
-        os.close(assignment.ring.descriptor)
+        descriptor = assignment.ring_descriptor
+        ring = mmap.mmap(descriptor, assignment.ring.total_bytes, prot=mmap.PROT_READ)
+        os.close(descriptor)
         writer = DumpWriter(assignment, memoryview(ring))
         scheduler.send(Report().encode())  # ready
         while data := scheduler.recv(MAX_MESSAGE_BYTES):

@@ -88,12 +88,13 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingMap:
-    """The ring of slots, as a writer process maps it."""
+class RingPlan:
+    """Sizes of a ring."""
 
-    descriptor: int
-    total_bytes: int
+    num_slots: int
+    slot_rows: int  # tokens that fit in one slot
     slot_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,8 @@ class Assignment:
 
     rank_dir: RankDir
     states: StateLayout
-    ring: RingMap
+    ring: RingPlan
+    ring_descriptor: int  # of its memory
     log_level: str | None = None  # of lines about single requests; None: there are none
 
     def encode(self) -> str:
@@ -115,6 +117,7 @@ class Assignment:
         return cls(
             rank_dir=RankDir(**{**rank_dir, "directory": Path(rank_dir["directory"])}),
             states=StateLayout(**{**states, "boundaries": tuple(states["boundaries"])}),
-            ring=RingMap(**document["ring"]),
+            ring=RingPlan(**document["ring"]),
+            ring_descriptor=document["ring_descriptor"],
             log_level=document["log_level"],
         )
