@@ -52,7 +52,10 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
     rank_dir = RankDir(directory=directory, boot_id="benchmark", rank=0, file_mode=0o600)
     stats = Stats(rank_dir)
     stager = CpuStager()
-    supervisor = WriterSupervisor(Assignment(rank_dir=rank_dir, states=states, ring=ring.map))
+    assignment = Assignment(
+        rank_dir=rank_dir, states=states, ring=plan, ring_descriptor=ring.descriptor
+    )
+    supervisor = WriterSupervisor(assignment)
     writers = WriterPool(
         supervisor,
         num_writers=num_writers,

@@ -82,10 +82,10 @@ def _read(
         for line, data in container.rows(skip_row):
             parts = (None,) if count_parts is None or data is None else range(count_parts(data))
             for part in parts:
-                origin = RowOrigin(source=file.path, line=line, part=part)
                 if data is None or (count_parts is not None and skip(ordinal)):
                     yield None
                 else:
+                    origin = RowOrigin(source=file.path, line=line, part=part)
                     yield RawRow(ordinal=ordinal, origin=origin, data=data)
                 ordinal += 1
 

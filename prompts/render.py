@@ -83,17 +83,12 @@ class Renderer:
         path_or_name: str,
         options: ReadingOptions = DEFAULTS,
         *,
-        trust_remote_code: bool = False,
         bound: TokenBound = NO_BOUND,
     ) -> Renderer:
         """With the tokenizer of a local model folder or a hub name. Raises `TokenizerError`."""
         renderer = cls(options=options, bound=bound)
         renderer.source = path_or_name
-        renderer._use(
-            ChatTokenizer.load(
-                path_or_name, renderer.options.template, trust_remote_code=trust_remote_code
-            )
-        )
+        renderer._use(ChatTokenizer.load(path_or_name, renderer.options.template))
         return renderer
 
     def _use(self, tokenizer: ChatTokenizer) -> None:

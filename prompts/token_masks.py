@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,11 +44,18 @@ class Tokens:
     was_padded: bool
 
 
+class _Written(NamedTuple):
+    """The ids of a row as they are written, padding included."""
+
+    columns: Sequence[str]
+    num_ids: int
+
+
 def read_tokens(
     row: Mapping[str, Any],
     ids: Sequence[int],
     *,
-    columns: Sequence[str] = ("input_ids",),
+    columns: Sequence[str],
     num_prompt: int | None,
 ) -> Tokens:
     """Strip the padding from `ids`, those of `columns`, and read the mask; all its columns must
@@ -57,23 +64,11 @@ def read_tokens(
     `num_prompt`: the number of ids that belong to the prompt, if the row states it. Raises
     `RowError`.
     """
-    try:
-        return _read_tokens(row, ids, num_prompt)
-    except _WrongLength as exc:
-        verb = "has" if len(columns) == 1 else "have"
-        detail = f"{exc.detail}, {' and '.join(columns)} {verb} {len(ids)}"
-        raise RowError(exc.reason, detail) from exc
-
-
-class _WrongLength(RowError):
-    """A column that has another number of entries than there are tokens."""
-
-
-def _read_tokens(row: Mapping[str, Any], ids: Sequence[int], num_prompt: int | None) -> Tokens:
+    written = _Written(columns, len(ids))
     array = np.array(ids, dtype=np.int32)
-    kept = _kept(row, array.size)
+    kept = _kept(row, written)
     array = array[kept]
-    _check_one_document(row, kept, len(ids))
+    _check_one_document(row, kept, written)
     masks: dict[str, Marks] = {}
     is_refined = False
     for name in TOKEN_MASKS:
@@ -86,9 +81,9 @@ def _read_tokens(row: Mapping[str, Any], ids: Sequence[int], num_prompt: int | N
             and len(mask) == len(ids) - num_prompt
         ):
             mask, is_refined = [*[0] * num_prompt, *mask], True
-        masks[name] = _marks(name, mask, len(ids), RowReason.BAD_LOSS_MASK)[kept]
+        masks[name] = _marks(name, mask, written, RowReason.BAD_LOSS_MASK)[kept]
     if (labels := row.get("labels")) is not None:
-        masks["labels"] = _labelled(labels, array, kept, len(ids))
+        masks["labels"] = _labelled(labels, array, kept, written)
     if num_prompt is not None and not is_refined:
         masks[ID_PAIR[1]] = (np.arange(len(ids)) >= num_prompt)[kept].astype(np.uint8)
     first = next(iter(masks), "")
@@ -99,11 +94,11 @@ def _read_tokens(row: Mapping[str, Any], ids: Sequence[int], num_prompt: int | N
     return Tokens(ids=array, loss_mask=masks.get(first), was_padded=array.size < len(ids))
 
 
-def _kept(row: Mapping[str, Any], num_tokens: int) -> slice:
+def _kept(row: Mapping[str, Any], written: _Written) -> slice:
     """The slice of tokens without padding."""
     if (mask := row.get("attention_mask")) is None:
-        return slice(0, num_tokens)
-    marks = _marks("attention_mask", mask, num_tokens, RowReason.BAD_INPUT_IDS)
+        return slice(0, written.num_ids)
+    marks = _marks("attention_mask", mask, written, RowReason.BAD_INPUT_IDS)
     (places,) = np.nonzero(marks)
     if not places.size:
         raise RowError(RowReason.EMPTY_PROMPT, "attention_mask is 0 throughout")
@@ -115,9 +110,9 @@ def _kept(row: Mapping[str, Any], num_tokens: int) -> slice:
 
 
 def _labelled(
-    labels: object, ids: npt.NDArray[np.int32], kept: slice, num_tokens: int
+    labels: object, ids: npt.NDArray[np.int32], kept: slice, written: _Written
 ) -> npt.NDArray[np.uint8]:
-    values = _numbers("labels", labels, num_tokens, RowReason.BAD_LOSS_MASK)[kept]
+    values = _numbers("labels", labels, written, RowReason.BAD_LOSS_MASK)[kept]
     trained = values != IGNORED_LABEL
     if not np.array_equal(values[trained], ids[trained]):
         before = trained[:-1]
@@ -132,14 +127,14 @@ def _labelled(
     return np.asarray(trained, dtype=np.uint8)
 
 
-def _check_one_document(row: Mapping[str, Any], kept: slice, num_tokens: int) -> None:
+def _check_one_document(row: Mapping[str, Any], kept: slice, written: _Written) -> None:
     for name, num_entries in PACKED.items():
         if isinstance(value := row.get(name), list) and len(value) > num_entries:
             raise _packed(name)
     for name in ("position_ids", *KINDS):
         if (value := row.get(name)) is None:
             continue
-        numbers = _numbers(name, value, num_tokens, RowReason.BAD_INPUT_IDS)[kept]
+        numbers = _numbers(name, value, written, RowReason.BAD_INPUT_IDS)[kept]
         expected = np.arange(numbers.size) if name == "position_ids" else numbers[0]
         if not np.all(numbers == expected):
             raise _packed(name)
@@ -156,23 +151,27 @@ def _packed(name: str) -> RowError:
     return RowError(RowReason.UNSUPPORTED_FIELD, detail)
 
 
-def _marks(name: str, value: object, num_tokens: int, reason: RowReason) -> Marks:
+def _marks(name: str, value: object, written: _Written, reason: RowReason) -> Marks:
     if not is_list_of(value, int, bool, float) or not {0, 1}.issuperset(value):
         raise RowError(reason, f"{name} is not a flat list of 0 and 1")
-    _check_length(name, value, num_tokens, reason)
+    _check_length(name, value, written, reason)
     return np.array(value, dtype=np.uint8)
 
 
-def _numbers(name: str, value: object, num_tokens: int, reason: RowReason) -> npt.NDArray[np.int64]:
+def _numbers(
+    name: str, value: object, written: _Written, reason: RowReason
+) -> npt.NDArray[np.int64]:
     # Whole floats: pandas makes them of a column that has nulls.
     if not is_list_of(value, int, float) or not all(
         -(2**63) <= number < 2**63 and number == int(number) for number in value
     ):
         raise RowError(reason, f"{name} is not a flat list of integers")
-    _check_length(name, value, num_tokens, reason)
+    _check_length(name, value, written, reason)
     return np.array(value, dtype=np.int64)
 
 
-def _check_length(name: str, value: Sequence[object], num_tokens: int, reason: RowReason) -> None:
-    if len(value) != num_tokens:
-        raise _WrongLength(reason, f"{name} has {len(value)} entries")
+def _check_length(name: str, value: Sequence[object], written: _Written, reason: RowReason) -> None:
+    if len(value) != written.num_ids:
+        verb = "has" if len(written.columns) == 1 else "have"
+        detail = f"{' and '.join(written.columns)} {verb} {written.num_ids}"
+        raise RowError(reason, f"{name} has {len(value)} entries, {detail}")

@@ -52,6 +52,9 @@ _WITHOUT: Final = "Rows of ids need none: --tokenizer none"
 #: Where a tokenizer's own ways would show: spaces, control tokens, several bytes, line breaks.
 _SAMPLE: Final = "Hello,  world\n\n é漢🙂 1234 def f(x):\n\treturn x"
 
+#: The shortest conversation, to try a template with.
+_GREETING: Final = (ChatTurn(role="user", content="Hi"),)
+
 
 class ChatTokenizer:
     """Renders turns to text and text to tokens, adding no special token of its own."""
@@ -77,9 +80,7 @@ class ChatTokenizer:
         self._encode_fast = self._backend() if self._is_fast else None
 
     @classmethod
-    def load(
-        cls, path_or_name: str, template: TemplateOptions, *, trust_remote_code: bool = False
-    ) -> ChatTokenizer:
+    def load(cls, path_or_name: str, template: TemplateOptions) -> ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
             raise TokenizerError(f"{path_or_name}: no such folder: name the model's folder")
@@ -89,9 +90,8 @@ class ChatTokenizer:
             remedy = "pip install transformers jinja2"
             raise TokenizerError(f"{path_or_name}: transformers is missing: {remedy}") from exc
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(
-                path_or_name, trust_remote_code=trust_remote_code
-            )
+            # Otherwise transformers asks at the terminal whether to run a model's own code.
+            hf_tokenizer = AutoTokenizer.from_pretrained(path_or_name, trust_remote_code=False)
         except Exception as exc:  # whatever the model's own files or code raise
             raise TokenizerError(
                 f"{path_or_name}: {_load_remedy(exc)} ({_complaint(exc)}). {_WITHOUT}"
@@ -129,9 +129,8 @@ class ChatTokenizer:
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the chat template writes tool definitions."""
-        turns = [ChatTurn(role="user", content="Hi")]
         try:
-            text = self.render(turns, generation_prompt=True, tools=[PROBE_DEFINITION])
+            text = self.render(_GREETING, generation_prompt=True, tools=[PROBE_DEFINITION])
         except RowError:
             return False
         return PROBE_TOOL in text
@@ -168,19 +167,17 @@ class ChatTokenizer:
         return xxhash.xxh3_128_hexdigest(orjson.dumps(state, option=orjson.OPT_SORT_KEYS))
 
     def render(
-        self, turns: Sequence[ChatTurn], *, generation_prompt: bool, tools: Sequence[Any] = ()
-    ) -> str:
-        """The turns as the model's chat template writes them. Raises `RowError` (render_failed)."""
-        return self._render(turns, self.form, generation_prompt=generation_prompt, tools=tools)
-
-    def _render(
         self,
         turns: Sequence[ChatTurn],
-        form: MessageForm,
         *,
         generation_prompt: bool = False,
         tools: Sequence[Any] = (),
+        form: MessageForm | None = None,
     ) -> str:
+        """The turns as the model's chat template writes them. Raises `RowError` (render_failed).
+
+        `form`: to be tried instead of the template's own.
+        """
         if self.template is None:
             detail = "the model has no chat template: give text or input_ids rows"
             raise RowError(RowReason.RENDER_FAILED, detail)
@@ -188,7 +185,7 @@ class ChatTokenizer:
             raise RowError(RowReason.RENDER_FAILED, f"chat template: {RANDOM_FAULT}")
         try:
             text = self._hf.apply_chat_template(
-                as_messages(turns, form),
+                as_messages(turns, form or self.form),
                 tools=list(tools) or None,
                 chat_template=self.template,
                 tokenize=False,
@@ -324,10 +321,9 @@ class ChatTokenizer:
         return encode_slowly
 
     def _probe(self) -> str:
-        turns = [ChatTurn(role="user", content="Hi")]
         try:
-            opened = self._render(turns, MessageForm(), generation_prompt=True)
-            closed = self._render(turns, MessageForm())
+            opened = self.render(_GREETING, generation_prompt=True)
+            closed = self.render(_GREETING)
         except RowError as exc:
             if isinstance(exc.__cause__, ImportError):
                 raise TokenizerError(f"chat templates need jinja2: {exc.__cause__}") from exc
@@ -339,24 +335,21 @@ class ChatTokenizer:
         form = next(filter(self._shows_tool_call, TOOL_FORMS), MessageForm())
         for key in REASONING_KEYS:
             trial = replace(form, reasoning_key=key, takes_reasoning=True)
-            turns = [
-                ChatTurn(role="user", content="Hi"),
-                ChatTurn(role="assistant", content="Hello", reasoning=PROBE_THOUGHT),
-            ]
-            if PROBE_THOUGHT in self._trial(turns, trial):
+            answer = ChatTurn(role="assistant", content="Hello", reasoning=PROBE_THOUGHT)
+            if PROBE_THOUGHT in self._trial([*_GREETING, answer], trial):
                 return trial
         return form
 
     def _shows_tool_call(self, form: MessageForm) -> bool:
         texts = [self._trial(probe_turns(call_id), form) for call_id in PROBE_IDS]
-        plain = self._trial([ChatTurn(role="user", content="Hi")], form)
+        plain = self._trial(_GREETING, form)
         return any(
             shows_tool_call(text) and text.count("None") <= plain.count("None") for text in texts
         )
 
     def _trial(self, turns: Sequence[ChatTurn], form: MessageForm) -> str:
         try:
-            return self._render(turns, form)
+            return self.render(turns, form=form)
         except RowError:
             return ""
 

@@ -135,9 +135,7 @@ def is_trained(
     """
     flags: dict[str, bool] = {}
     for key, value in turn.items():
-        if key in _PLAIN_KEYS or value is None or key in ignored:
-            continue
-        if value in NOTHING and not _is(_ROLES_NAME, key):
+        if key in _PLAIN_KEYS or key in ignored or _says_nothing(key, value):
             continue
         if key in FLAGS:
             flags[key] = _flag(f"{where}: {key}", key, value) is FLAGS[key]
@@ -159,6 +157,10 @@ def is_trained(
             raise RowError(RowReason.UNSUPPORTED_FIELD, detail)
         return trained
     return role == "assistant"
+
+
+def _says_nothing(name: str, value: object) -> bool:
+    return value is None or (value in NOTHING and not _is(_ROLES_NAME, name))
 
 
 def _is_label_flag(role: str, value: object) -> bool:
@@ -197,9 +199,7 @@ def check_columns(
     """
     remedy = "write loss_mask" if is_ids else "write weight 0 or 1 on the turns"
     for name, value in row.items():
-        if name in read or name in HARMLESS or value is None:
-            continue
-        if value in NOTHING and not _is(_ROLES_NAME, name):
+        if name in read or name in HARMLESS or _says_nothing(name, value):
             continue
         if name in ROW_FLAGS and not isinstance(value, list | dict):
             _check_row_flag(name, value)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from server_patch.durable_files import Buffer, replace, write_whole
 
 #: A second engine in one process tree inherits the boot id, and takes one of its own.
 _MAX_BOOT_IDS: Final = 16
@@ -25,6 +28,14 @@ class RankDir:
     boot_id: str
     rank: int
     file_mode: int
+
+    def write(self, name: str, parts: Sequence[Buffer]) -> int:
+        """Write a new file whole; return its bytes. Raises OSError."""
+        return write_whole(self.directory, name, parts, mode=self.file_mode)
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file that may exist already. Raises OSError."""
+        replace(self.directory, name, data, mode=self.file_mode)
 
 
 def make_boot_id() -> str:

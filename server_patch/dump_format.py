@@ -157,10 +157,6 @@ class DumpHeader:
             if getattr(self, name) < least:
                 raise DumpFormatError(f"{name} must be >= {least}, is {getattr(self, name)}")
 
-    def tensor_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """name -> (dtype, shape) of the tensors in such a dump, in file order."""
-        return self.layout.tensor_shapes(self.rows)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
@@ -421,7 +417,7 @@ def _tensor_entries(header: DumpHeader) -> dict[str, dict[str, Any]]:
     """The tensors of a dump, as its JSON header states them."""
     entries: dict[str, dict[str, Any]] = {}
     begin = 0
-    for name, (dtype, shape) in header.tensor_shapes().items():
+    for name, (dtype, shape) in header.layout.tensor_shapes(header.rows).items():
         end = begin + _size_bytes(dtype, shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from server_patch.dump_dir import RankDir
 from server_patch.dump_format import FAILED_NAME, READY_NAME, ProcessInfo, Ready, encode_ready
-from server_patch.durable_files import replace
 
 _DISTRIBUTION = "hidden-state-extractor"
 
@@ -29,14 +28,14 @@ def own_process(*, host: str, port: int) -> ProcessInfo:
 
 def write_ready(rank_dir: RankDir, ready: Ready) -> None:
     """Write READY.json. Raises OSError."""
-    replace(rank_dir.directory, READY_NAME, encode_ready(ready), mode=rank_dir.file_mode)
+    rank_dir.replace(READY_NAME, encode_ready(ready))
 
 
 def write_failed(rank_dir: RankDir, reason: str) -> None:
     """Write FAILED.json and remove READY.json. Raises OSError."""
     (rank_dir.directory / READY_NAME).unlink(missing_ok=True)
-    document = json.dumps({"reason": reason, "pid": os.getpid()}).encode()
-    replace(rank_dir.directory, FAILED_NAME, document, mode=rank_dir.file_mode)
+    document = {"reason": reason, "pid": os.getpid()}
+    rank_dir.replace(FAILED_NAME, json.dumps(document).encode())
 
 
 def own_start_ticks() -> int:

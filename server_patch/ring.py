@@ -9,13 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from server_patch.slot_layout import SLOT_ALIGNMENT, SlotLayout
-from server_patch.writer_protocol import RingMap
+from server_patch.writer_protocol import RingPlan
 
 #: Maximum staging memory by default.
 MAX_PINNED_BYTES: Final = 4 << 30
@@ -24,16 +23,6 @@ MAX_PLAIN_BYTES: Final = 256 << 20
 
 class RingError(RuntimeError):
     """The ring cannot be allocated as configured."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RingPlan:
-    """Sizes of a ring."""
-
-    num_slots: int
-    slot_rows: int  # tokens that fit in one slot
-    slot_bytes: int
-    total_bytes: int
 
 
 def plan_ring(
@@ -55,7 +44,7 @@ def plan_ring(
     if slot_rows < 1:
         raise RingError(
             f"a ring of {total_bytes} bytes in {num_slots} slots holds no row of "
-            f"{layout.bytes_per_row} bytes: raise SGLANG_HS_RING_BYTES"
+            f"{layout.states.bytes_per_token} bytes: raise SGLANG_HS_RING_BYTES"
         )
     return RingPlan(
         num_slots=num_slots, slot_rows=slot_rows, slot_bytes=slot_bytes, total_bytes=total_bytes
@@ -95,15 +84,6 @@ class Ring:
         ]
         self._lock = threading.Lock()
         self._peak_slots = 0
-
-    @property
-    def map(self) -> RingMap:
-        """The ring, for a writer process."""
-        return RingMap(
-            descriptor=self.descriptor,
-            total_bytes=self.plan.total_bytes,
-            slot_bytes=self.plan.slot_bytes,
-        )
 
     @property
     def peak_bytes(self) -> int:

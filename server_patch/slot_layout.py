@@ -64,11 +64,7 @@ class SlotLayout:
         last = self.sections(rows)[-1]
         return last.offset + rows * last.row_bytes
 
-    @property
-    def bytes_per_row(self) -> int:
-        return sum(row_bytes for *_, row_bytes in self._columns)
-
     def rows_in(self, size_bytes: int) -> int:
         """Maximum number of rows that fit in `size_bytes`; 0 if not even one does."""
         padding = (len(self._columns) - 1) * SLOT_ALIGNMENT
-        return max(0, (size_bytes - padding) // self.bytes_per_row)
+        return max(0, (size_bytes - padding) // self.states.bytes_per_token)

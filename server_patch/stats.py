@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from server_patch.dump_dir import RankDir
-from server_patch.durable_files import replace
 from server_patch.writer_protocol import Report
 
 STATS_NAME: Final = "STATS.json"
@@ -82,4 +81,4 @@ class Stats:
         self._has_changed, self._shown_at = False, now
         data = json.dumps(self.snapshot(), indent=1).encode()
         with suppress(OSError):  # a view for people; the dumps' own failures are recorded
-            replace(self._rank_dir.directory, STATS_NAME, data, mode=self._rank_dir.file_mode)
+            self._rank_dir.replace(STATS_NAME, data)

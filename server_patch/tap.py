@@ -22,7 +22,7 @@ from server_patch.stats import Stats
 from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool
 from server_patch.writer_process import describe
-from server_patch.writer_protocol import FailedPiece, Report, SlotPiece
+from server_patch.writer_protocol import FailedPiece, Job, Report, SlotPiece
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,11 @@ class Tap:
         if not pieces:
             return
         self._stats.add_report(Report(errors=len(pieces)))
-        self._writers.submit_failures(
-            [
-                FailedPiece(rid=rid, start=start, reason=reason, counter=next(self._counter))
-                for rid, start in pieces
-            ]
-        )
+        failures = [
+            FailedPiece(rid=rid, start=start, reason=reason, counter=next(self._counter))
+            for rid, start in pieces
+        ]
+        self._writers.submit(None, Job(slot=None, failures=failures))
 
     def _queue_group(self, group: Sequence[Span], states: States) -> float:
         """Stage the rows of `group` in one slot and queue its pieces; seconds waited."""
@@ -133,9 +132,9 @@ class Tap:
             )
             for span in group
         ]
-        self._writers.submit(
-            slot, slot_rows=end - begin, pieces=pieces, weights=self._weights.info.id
-        )
+        weights = self._weights.info.id
+        job = Job(slot=slot.index, slot_rows=end - begin, pieces=pieces, weights=weights)
+        self._writers.submit(slot, job)
         return waited
 
     def _take_slot(self) -> tuple[RingSlot, float]:

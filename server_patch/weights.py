@@ -136,10 +136,10 @@ class Measured:
 
     def _others(self, ranks: Ranks) -> list[Fingerprint]:
         """The fingerprints of all ranks, in order. Raises WeightsError."""
-        keys = [self._key(rank) for rank in ranks.ranks]
         patience = timedelta(seconds=_PATIENCE_S + self._seconds)
         parts = []
-        for rank, key in zip(ranks.ranks, keys, strict=True):
+        for rank in ranks.ranks:
+            key = self._key(rank)
             try:
                 ranks.store.wait([key], patience)
             except Exception as error:

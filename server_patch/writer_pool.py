@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -58,21 +57,9 @@ class WriterPool:
         self._supervisor.start(self._num_writers)
         threading.Thread(target=self._run, name="hidden-states", daemon=True).start()
 
-    def submit(
-        self,
-        slot: RingSlot,
-        *,
-        slot_rows: int,
-        pieces: Sequence[SlotPiece],
-        weights: str | None = None,
-    ) -> None:
-        """Queue the dumps of one filled slot. Never blocks: the ring bounds them."""
-        job = Job(slot=slot.index, slot_rows=slot_rows, pieces=pieces, weights=weights)
+    def submit(self, slot: RingSlot | None, job: Job) -> None:
+        """Queue the dumps of a filled slot, or error records. Never blocks."""
         self._queue.put((slot, job))
-
-    def submit_failures(self, failures: Sequence[FailedPiece]) -> None:
-        """Queue error records. Never blocks."""
-        self._queue.put((None, Job(slot=None, failures=failures)))
 
     def take_reports(self, *, timeout_s: float) -> None:
         """Release the slots of reported jobs; wait up to `timeout_s` seconds for a first report.
@@ -191,7 +178,4 @@ def _split(job: Job, *, num_parts: int) -> list[Job]:
 
 
 def _as_failures(job: Job, reason: str) -> list[FailedPiece]:
-    return [
-        FailedPiece(rid=piece.rid, start=piece.start, reason=reason, counter=piece.counter)
-        for piece in job.pieces
-    ]
+    return [piece.failed(reason) for piece in job.pieces]

@@ -27,7 +27,7 @@ from server_patch.dump_format import (
     encode_header,
     error_name,
 )
-from server_patch.durable_files import Buffer, write_whole
+from server_patch.durable_files import Buffer
 from server_patch.slot_layout import SlotLayout
 from server_patch.writer_protocol import (
     MAX_MESSAGE_BYTES,
@@ -60,21 +60,11 @@ class DumpWriter:
         begun = time.perf_counter()
         for piece in job.pieces:
             try:
-                dump_bytes += write_whole(
-                    self._rank_dir.directory,
-                    dump_name(piece.counter),
-                    self._parts(job, piece),
-                    mode=self._rank_dir.file_mode,
+                dump_bytes += self._rank_dir.write(
+                    dump_name(piece.counter), self._parts(job, piece)
                 )
             except Exception as error:
-                failures.append(
-                    FailedPiece(
-                        rid=piece.rid,
-                        start=piece.start,
-                        reason=describe(error, doing="writing"),
-                        counter=piece.counter,
-                    )
-                )
+                failures.append(piece.failed(describe(error, doing="writing")))
             else:
                 pieces += 1
                 rows += piece.rows
@@ -123,12 +113,7 @@ def write_failures(failures: Sequence[FailedPiece], rank_dir: RankDir) -> int:
         reason = failure.reason
         record = ErrorRecord(rid=failure.rid, start=failure.start, reason=failure.reason)
         try:
-            write_whole(
-                rank_dir.directory,
-                error_name(failure.counter),
-                [encode_error(record)],
-                mode=rank_dir.file_mode,
-            )
+            rank_dir.write(error_name(failure.counter), [encode_error(record)])
         except Exception as error:
             lost += 1
             reason = f"{reason} ({describe(error, doing='writing the error record')})"
@@ -153,10 +138,9 @@ def main() -> None:
     request_log.set_level(assignment.log_level)
     request_log.write_to_stderr()
     with socket.socket(fileno=int(sys.argv[2])) as scheduler:
-        ring = mmap.mmap(
-            assignment.ring.descriptor, assignment.ring.total_bytes, prot=mmap.PROT_READ
-        )
-        os.close(assignment.ring.descriptor)
+        descriptor = assignment.ring_descriptor
+        ring = mmap.mmap(descriptor, assignment.ring.total_bytes, prot=mmap.PROT_READ)
+        os.close(descriptor)
         writer = DumpWriter(assignment, memoryview(ring))
         scheduler.send(Report().encode())  # ready
         while data := scheduler.recv(MAX_MESSAGE_BYTES):

@@ -22,6 +22,15 @@ MAX_PIECES: Final = 64
 MAX_MESSAGE_BYTES: Final = 1 << 20
 
 
+class FailedPiece(NamedTuple):
+    """One error record to write."""
+
+    rid: str
+    start: int
+    reason: str
+    counter: int
+
+
 class SlotPiece(NamedTuple):
     """One dump to write: rows of a slot."""
 
@@ -31,14 +40,9 @@ class SlotPiece(NamedTuple):
     rows: int
     counter: int
 
-
-class FailedPiece(NamedTuple):
-    """One error record to write."""
-
-    rid: str
-    start: int
-    reason: str
-    counter: int
+    def failed(self, reason: str) -> FailedPiece:
+        """The error record in place of the dump, with its number."""
+        return FailedPiece(self.rid, self.start, reason, self.counter)
 
 
 class Job(NamedTuple):
@@ -84,12 +88,13 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingMap:
-    """The ring of slots, as a writer process maps it."""
+class RingPlan:
+    """Sizes of a ring."""
 
-    descriptor: int
-    total_bytes: int
+    num_slots: int
+    slot_rows: int  # tokens that fit in one slot
     slot_bytes: int
+    total_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +103,8 @@ class Assignment:
 
     rank_dir: RankDir
     states: StateLayout
-    ring: RingMap
+    ring: RingPlan
+    ring_descriptor: int  # of its memory
     log_level: str | None = None  # of lines about single requests; None: there are none
 
     def encode(self) -> str:
@@ -111,6 +117,7 @@ class Assignment:
         return cls(
             rank_dir=RankDir(**{**rank_dir, "directory": Path(rank_dir["directory"])}),
             states=StateLayout(**{**states, "boundaries": tuple(states["boundaries"])}),
-            ring=RingMap(**document["ring"]),
+            ring=RingPlan(**document["ring"]),
+            ring_descriptor=document["ring_descriptor"],
             log_level=document["log_level"],
         )

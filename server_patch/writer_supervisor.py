@@ -186,7 +186,7 @@ class WriterSupervisor:
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _MAIN, *arguments],
-                pass_fds=(theirs.fileno(), self._assignment.ring.descriptor),
+                pass_fds=(theirs.fileno(), self._assignment.ring_descriptor),
                 stdin=subprocess.DEVNULL,
             )
         except OSError as error:

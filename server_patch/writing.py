@@ -92,7 +92,11 @@ def start_writing(
     num_writers = settings.writers.num_writers
     num_writers = num_writers or (_WRITERS_CUDA if stager.pinned else _WRITERS_CPU)
     assignment = Assignment(
-        rank_dir=rank_dir, states=states, ring=ring.map, log_level=settings.log_level
+        rank_dir=rank_dir,
+        states=states,
+        ring=plan,
+        ring_descriptor=ring.descriptor,
+        log_level=settings.log_level,
     )
     pool = WriterPool(
         WriterSupervisor(assignment),

@@ -69,7 +69,8 @@ def encode_canary(header: DumpHeader, tensors: Mapping[str, bytes]) -> bytes:
     """
     rows = len(tensors["input_ids"]) // 4
     whole = replace(header, rid=RID, start=0, rows=rows, counter=0)
-    return encode_header(whole) + b"".join(tensors[name] for name in whole.tensor_shapes())
+    names = (*whole.layout.state_names, "input_ids")
+    return encode_header(whole) + b"".join(tensors[name] for name in names)
 
 
 def ids_of(canary: bytes) -> npt.NDArray[np.int32]:

@@ -31,7 +31,7 @@ from server_patch.dump_format import (
     is_error_name,
     read_header,
 )
-from server_patch.ring import Ring, RingError, RingPlan, plan_ring
+from server_patch.ring import Ring, RingError, plan_ring
 from server_patch.sglang_api import PrefillBatch
 from server_patch.slot_layout import SlotLayout
 from server_patch.staging import CpuStager, StagingError, States, gather
@@ -45,6 +45,7 @@ from server_patch.writer_protocol import (
     MAX_PIECES,
     Assignment,
     Job,
+    RingPlan,
     SlotPiece,
 )
 from server_patch.writer_supervisor import WriterSupervisor
@@ -119,7 +120,11 @@ class Rig:
         rank_dir = RankDir(directory=directory, boot_id="boot", rank=1, file_mode=0o640)
         self.stats = Stats(rank_dir)
         self.assignment = Assignment(
-            rank_dir=rank_dir, states=STATES, ring=self.ring.map, log_level=log_level
+            rank_dir=rank_dir,
+            states=STATES,
+            ring=self.ring.plan,
+            ring_descriptor=self.ring.descriptor,
+            log_level=log_level,
         )
         self.supervisor = WriterSupervisor(self.assignment, clock=clock)
         self.writers = WriterPool(
