@@ -1,9 +1,8 @@
 """Decodes and encodes the records of a manifest that may be damaged. Pure.
 
-SQLite checks types when it writes, not when it reads: a flipped bit can turn a number into text, a
-digest into bytes that are not UTF-8, a state into one that does not exist. This module therefore
-checks every value once, before any other code sees it. Each row also carries a checksum of its
-columns, since a damaged label or line number can still look valid.
+SQLite checks types when it writes, not when it reads: a flipped bit can turn a number into text.
+Every value is checked here, before any other code sees it, and a row's checksum covers damage that
+still looks valid.
 """
 
 from __future__ import annotations

@@ -286,10 +286,8 @@ class Reader:
     # --- the file itself ---------------------------------------------------------------------
 
     def limit_work(self) -> None:
-        """Bound the work of all later queries in proportion to the file size.
-
-        In a damaged file, the links between pages may form a loop.
-        """
+        """Bound the work of later queries by the file size: in a damaged file, pages may form a
+        loop."""
         size = sum(
             path.stat().st_size
             for path in (self.path, self.path.with_name(f"{self.path.name}-wal"))
@@ -305,10 +303,7 @@ class Reader:
         self._db.conn.set_progress_handler(look, _WORK_STEPS)
 
     def integrity_problems(self) -> list[str]:
-        """The problems that SQLite's own check finds, and differences from this tool's schema.
-
-        Empty if the file is sound. Reads every row.
-        """
+        """Problems that SQLite's check finds, and differences of the schema. Reads every row."""
         problems = [str(row[0]) for row in self._fetch("PRAGMA integrity_check")]
         problems = [] if problems == ["ok"] else problems
         with explained(self.path):

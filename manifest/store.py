@@ -140,10 +140,8 @@ class Store(Reader):
         return RowCache(load, first_free=first_free)
 
     def reopen_failed(self) -> int:
-        """Put every failed row back to PLANNED; return how many there were.
-
-        A row that gave no prompt is read again like a new one.
-        """
+        """Put every failed row back to PLANNED, to be read again if it gave no prompt; their
+        number."""
         with self._writing():
             cursor = self._db.conn.execute(
                 "UPDATE prompts SET state = 'planned', reason = NULL, detail = NULL, "
@@ -153,10 +151,7 @@ class Store(Reader):
             return cursor.rowcount
 
     def forget_stored(self, ordinals: Iterable[int]) -> None:
-        """Put stored samples back to PLANNED because their bytes turned out to be gone.
-
-        Their shards are open again.
-        """
+        """Put stored samples whose bytes are gone back to PLANNED, and open their shards again."""
         ordinals = list(ordinals)
         with self._writing():
             for ordinal in ordinals:

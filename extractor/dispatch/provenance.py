@@ -1,7 +1,7 @@
 """Edge: proves that all servers of a data set compute the same states, and records their starts.
 
-The manifest has a row for each start; `dataset.json` repeats the list. A start is recorded before
-any of its rows is stored, and only if it computes the same states as the rows stored so far.
+A start is recorded, in the manifest and in `dataset.json`, before any of its rows is stored, and
+only if it computes the same states as the rows stored so far.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ class Provenance:
     def write(self) -> None:
         """Write `dataset.json`. Raises SpaceError, UsageError.
 
-        A file that an older version wrote stays until a start is recorded, since it names an engine
-        version that the manifest does not hold.
+        A file of an older version stays until a start is recorded: it names an engine version.
         """
         path = self._out / DATASET_NAME
         if self._starts or not path.exists():

@@ -1,7 +1,6 @@
 """Edge: dumps that an earlier session of this run asked for and did not live to store.
 
-They lie under live servers and dead ones. What is whole and still wanted is stored without asking
-again; the proof is the same as for any other dump, tokens and all.
+What is whole and still wanted is stored with the same proof as any other dump.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Ties pieces to prompts by rid, and tells when a prompt's pieces are whole. Pure.
-
-The order in which pieces are seen and their counters mean nothing here.
-"""
+"""Ties pieces to prompts by rid, whatever their order, and tells when they are whole. Pure."""
 
 from __future__ import annotations
 
