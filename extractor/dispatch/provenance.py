@@ -61,7 +61,6 @@ class Provenance:
         self._identity = identity
         self._starts = list(starts)
         self._canary = canary  # what the next start is compared with
-        self._is_kept = bool(starts)  # whether the manifest has one
         self._session = max((start.session + 1 for start in starts), default=0)
         self._allow_change = allow_change
         self._lock = asyncio.Lock()  # two servers may come back at the same time
@@ -118,7 +117,7 @@ class Provenance:
                 if not self._allow_change:
                     raise self._canary_mismatch(target.url, comparison)
                 accepted.append(_CANARY)
-            is_reference = bool(accepted) or not self._is_kept
+            is_reference = bool(accepted) or not self._starts
             start = ServerStart(
                 number=len(self._starts),
                 session=self._session,
@@ -136,7 +135,6 @@ class Provenance:
             self._allow_change = False
             if is_reference:
                 self._canary = canary
-                self._is_kept = True
             self.write()
 
     def write(self) -> None:

@@ -183,12 +183,10 @@ class Collector:
         if future is None:
             return
         pieces = self._correlator.close(rid)
-        if failure is None and not future.done():
-            future.set_result(pieces)
-            return
-        self._remove(pieces)
-        if failure is not None and not future.done():
-            future.set_result(failure)
+        if failure is not None or future.done():
+            self._remove(pieces)
+        if not future.done():
+            future.set_result(pieces if failure is None else failure)
 
     @staticmethod
     def _remove(pieces: Sequence[DumpPiece]) -> None:
