@@ -115,7 +115,7 @@ def recompute_checksums(connection: sqlite3.Connection) -> None:
             with suppress(TypeError):
                 connection.execute(
                     f"UPDATE {table} SET checksum = ? WHERE {key} IS ?",
-                    (row_checksum(names, values), values[names.index(key)]),
+                    (row_checksum(names, values), values[list(names).index(key)]),
                 )
 
 
