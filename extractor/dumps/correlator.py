@@ -65,9 +65,6 @@ class Correlator(Generic[Handle]):
     def __init__(self) -> None:
         self._expected: dict[str, _Expected[Handle]] = {}
 
-    def __len__(self) -> int:
-        return len(self._expected)
-
     def expect(self, rid: str, *, num_tokens: int) -> None:
         """Start waiting for `rid`. A rid names one attempt, so it is expected once only."""
         if rid in self._expected:
