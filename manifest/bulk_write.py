@@ -1,10 +1,8 @@
 """Writes and reads rows of the table `prompts`, any number of them in one SQLite step.
 
 Python's sqlite3 releases the GIL at every step and must win it back from a busy event loop, which
-may hold it for 5 ms each time: one step per row would cost far more than the work itself. A batch
-is therefore passed to SQLite as one JSON document, in one statement: an INSERT into a view, whose
-trigger (SQLite's only kind of procedure) does the rest. The view is temporary: it belongs to the
-connection and is not stored in the file.
+may hold it for 5 ms: a step per row would cost far more than the work. So a batch is one JSON
+document, inserted into a temporary view whose trigger (SQLite's only procedure) does the rest.
 """
 
 from __future__ import annotations

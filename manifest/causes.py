@@ -1,11 +1,8 @@
 """The causes of failed system calls: one table from errno to a message and advice. Pure.
 
-`extractor.core.errors` and `manifest.database` use it for their messages. An errno that is not in
-the table is shown by its own name, and does not count as a storage failure.
-
-Exit status 4 means that a disk or memory is full, or that a device or a file system fails
-(`Cause.is_storage`): once that is fixed, the same command resumes. All other errnos, listed or not,
-have exit status 2: the user must change a path, a permission or a limit.
+A cause that `is_storage` has exit status 4: once a disk, memory or device is right again, the same
+command resumes. All other errnos, listed or not, have exit status 2: the user must change a path, a
+permission or a limit.
 """
 
 from __future__ import annotations

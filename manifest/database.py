@@ -1,9 +1,7 @@
 """Opens the manifest's file, and explains SQLite's errors.
 
-Durability: WAL with `synchronous=FULL`. A commit is on the disk before it returns, as the client
-requires: it unlinks a dump only after the commit that names the place of its copy. (With NORMAL, a
-power cut may drop the last commits, and with them samples whose dumps are gone.) The cost is one
-fsync per commit, shared by all changes of the commit.
+WAL with `synchronous=FULL`: a commit is on the disk before it returns, as the client unlinks dumps
+after it. (With NORMAL, a power cut may drop the last commits.) It costs one fsync per commit.
 """
 
 from __future__ import annotations
@@ -106,10 +104,8 @@ def _migrated_copy(connection: sqlite3.Connection) -> Database:
 
 
 def _require_regular_companions(path: Path) -> None:
-    """Raise ManifestDamaged if a file that SQLite opens beside `path` is not a regular file.
-
-    SQLite would wait for the other end of a pipe.
-    """
+    """Raise ManifestDamaged for a companion that is not a regular file: SQLite would wait at a
+    pipe."""
     for suffix in ("-journal", "-wal", "-shm"):
         companion = path.with_name(path.name + suffix)
         if os.path.lexists(companion) and not stat.S_ISREG(os.lstat(companion).st_mode):

@@ -1,9 +1,8 @@
 """Decodes and encodes the records of a manifest that may be damaged. Pure.
 
-SQLite checks types when it writes, not when it reads: a flipped bit can turn a number into text, a
-digest into bytes that are not UTF-8, a state into one that does not exist. This module therefore
-checks every value once, before any other code sees it. Each row also carries a checksum of its
-columns, since a damaged label or line number can still look valid.
+SQLite checks types when it writes, not when it reads: a flipped bit can turn a number into text.
+Every value is checked here, before any other code sees it, and a row's checksum covers damage that
+still looks valid.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
-def row_checksum(names: Sequence[str], values: Iterable[object]) -> int:
+def row_checksum(names: Iterable[str], values: Iterable[object]) -> int:
     """The checksum of a row's columns; `names` must be sorted.
 
     NULLs are left out, so that a new column in a later version does not change the checksums of
@@ -170,10 +169,8 @@ SOURCES: Final[Mapping[str, Check]] = {
     "path": text,
     "size_bytes": _number,
 }
-SOURCE_COLUMNS: Final = tuple(SOURCES)
 
 IDENTITY: Final[Mapping[str, Check]] = {"name": text, "value": as_json}
-IDENTITY_COLUMNS: Final = tuple(IDENTITY)
 
 STARTS: Final[Mapping[str, Check]] = {
     "accepted": _json_of(list),
@@ -185,7 +182,6 @@ STARTS: Final[Mapping[str, Check]] = {
     "url": text,
     "used_at": text,
 }
-START_COLUMNS: Final = tuple(STARTS)
 
 SHARDS: Final[Mapping[str, Check]] = {
     "number": _number,
@@ -196,7 +192,6 @@ SHARDS: Final[Mapping[str, Check]] = {
     "num_samples": _number,
     "digest": _optional_text,
 }
-SHARD_COLUMNS: Final = tuple(SHARDS)
 
 TALLIES: Final[Mapping[str, Check]] = {
     "state": one_of(State),
@@ -206,7 +201,6 @@ TALLIES: Final[Mapping[str, Check]] = {
     "size_bytes": _number,
     "num_untrained": _number,
 }
-TALLY_COLUMNS: Final = tuple(TALLIES)
 
 
 def encode_prompt(row: Row) -> tuple[object, ...]:
@@ -292,13 +286,13 @@ def decode_stored(values: Sequence[object]) -> StoredRow | Damage:
 
 
 def decode_source(values: Sequence[object]) -> Source | Damage:
-    """Decode a row of `sources`: SOURCE_COLUMNS and `checksum`."""
+    """Decode a row of `sources`: SOURCES and `checksum`."""
     fields = _with_checksum("sources", SOURCES, values, key="number")
     return fields if isinstance(fields, Damage) else Source(**fields)
 
 
 def decode_start(values: Sequence[object]) -> ServerStart | Damage:
-    """Decode a row of `server_starts`: START_COLUMNS and `checksum`."""
+    """Decode a row of `server_starts`: STARTS and `checksum`."""
     fields = _with_checksum("server_starts", STARTS, values, key="number")
     if isinstance(fields, Damage):
         return fields
@@ -315,10 +309,9 @@ def _with_checksum(
 ) -> dict[str, Any] | Damage:
     """Decode a row that ends with its checksum; `key`: the primary key's column."""
     *columns, checksum = values
-    names = tuple(checks)
-    place = columns[names.index(key)]
+    place = columns[list(checks).index(key)]
     fields = decode(table, checks, columns, place=place)
-    if isinstance(fields, dict) and checksum != row_checksum(names, columns):
+    if isinstance(fields, dict) and checksum != row_checksum(checks, columns):
         return Damage(table=table, place=place, detail=_WRONG_CHECKSUM)
     return fields
 
@@ -329,7 +322,7 @@ def canary_digest(dump: bytes) -> str:
 
 
 def decode_shard(values: Sequence[object]) -> Shard | Damage:
-    """Decode a row of `shards`: SHARD_COLUMNS."""
+    """Decode a row of `shards`: SHARDS."""
     fields = decode("shards", SHARDS, values, place=values[0])
     if isinstance(fields, Damage):
         return fields

@@ -18,11 +18,10 @@ from manifest.database import (
 )
 from manifest.decoding import (
     PROMPT_COLUMNS,
-    SHARD_COLUMNS,
-    SOURCE_COLUMNS,
-    START_COLUMNS,
+    SHARDS,
+    SOURCES,
+    STARTS,
     TALLIES,
-    TALLY_COLUMNS,
     Damage,
     canary_digest,
     decode,
@@ -94,9 +93,7 @@ class Reader:
         return [self._sound(record) for record in self.checked_sources()]
 
     def checked_sources(self) -> list[Source | Damage]:
-        rows = self._fetch(
-            f"SELECT {', '.join(SOURCE_COLUMNS)}, checksum FROM sources ORDER BY number"
-        )
+        rows = self._fetch(f"SELECT {', '.join(SOURCES)}, checksum FROM sources ORDER BY number")
         return [decode_source(row) for row in rows]
 
     def server_starts(self) -> list[ServerStart]:
@@ -105,7 +102,7 @@ class Reader:
 
     def checked_server_starts(self) -> list[ServerStart | Damage]:
         rows = self._fetch(
-            f"SELECT {', '.join(START_COLUMNS)}, checksum FROM server_starts ORDER BY number"
+            f"SELECT {', '.join(STARTS)}, checksum FROM server_starts ORDER BY number"
         )
         return [decode_start(row) for row in rows]
 
@@ -209,7 +206,7 @@ class Reader:
 
         Counting the alterations reads every row that has one: leave them out when polling.
         """
-        tallies = self._fetch(f"SELECT {', '.join(TALLY_COLUMNS)} FROM tallies")
+        tallies = self._fetch(f"SELECT {', '.join(TALLIES)} FROM tallies")
         altered = self._fetch(
             "SELECT alterations, COUNT(*) FROM prompts "
             "WHERE state = 'stored' AND alterations IS NOT NULL AND ? GROUP BY alterations",
@@ -256,7 +253,7 @@ class Reader:
         return [self._sound(record) for record in self.checked_shards()]
 
     def checked_shards(self) -> list[Shard | Damage]:
-        rows = self._fetch(f"SELECT {', '.join(SHARD_COLUMNS)} FROM shards ORDER BY number")
+        rows = self._fetch(f"SELECT {', '.join(SHARDS)} FROM shards ORDER BY number")
         return [decode_shard(row) for row in rows]
 
     def shard_rows(self, number: int) -> list[StoredRow]:
@@ -286,10 +283,8 @@ class Reader:
     # --- the file itself ---------------------------------------------------------------------
 
     def limit_work(self) -> None:
-        """Bound the work of all later queries in proportion to the file size.
-
-        In a damaged file, the links between pages may form a loop.
-        """
+        """Bound the work of later queries by the file size: in a damaged file, pages may form a
+        loop."""
         size = sum(
             path.stat().st_size
             for path in (self.path, self.path.with_name(f"{self.path.name}-wal"))
@@ -305,10 +300,7 @@ class Reader:
         self._db.conn.set_progress_handler(look, _WORK_STEPS)
 
     def integrity_problems(self) -> list[str]:
-        """The problems that SQLite's own check finds, and differences from this tool's schema.
-
-        Empty if the file is sound. Reads every row.
-        """
+        """Problems that SQLite's check finds, and differences of the schema. Reads every row."""
         problems = [str(row[0]) for row in self._fetch("PRAGMA integrity_check")]
         problems = [] if problems == ["ok"] else problems
         with explained(self.path):
@@ -322,7 +314,7 @@ class Reader:
 
     def tally_problems(self) -> list[str]:
         """Tallies and sample totals of shards that do not match the rows."""
-        columns = ", ".join(TALLY_COLUMNS)
+        columns = ", ".join(TALLIES)
         empty = "(num_rows, num_tokens, size_bytes, num_untrained) IS (0, 0, 0, 0)"
         stated = set(self._fetch(f"SELECT {columns} FROM tallies WHERE NOT {empty}"))
         counted = set(self._fetch(TALLIES_OF_ROWS))

@@ -1,8 +1,4 @@
-"""Applies batches of changes to rows in memory. Pure.
-
-Most rows go through two changes, `Planned` and `Stored`. The changes of a batch are applied in
-order, so that the file gets each row once, in its final form.
-"""
+"""Applies batches of changes to rows in memory, so that the file gets each row once. Pure."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
@@ -20,9 +20,9 @@ from sqlite_utils import Database
 from manifest import bulk_write
 from manifest.database import damaged, explained, open_for_writing
 from manifest.decoding import (
-    IDENTITY_COLUMNS,
-    SOURCE_COLUMNS,
-    START_COLUMNS,
+    IDENTITY,
+    SOURCES,
+    STARTS,
     Damage,
     canary_digest,
     row_checksum,
@@ -66,10 +66,10 @@ class Store(Reader):
         with self._writing():
             self._insert(
                 "identity",
-                IDENTITY_COLUMNS,
+                IDENTITY,
                 ((name, json.dumps(value)) for name, value in identity.items()),
             )
-            self._insert("sources", SOURCE_COLUMNS, map(attrgetter(*SOURCE_COLUMNS), sources))
+            self._insert("sources", SOURCES, map(attrgetter(*SOURCES), sources))
 
     def add_server_start(self, start: ServerStart, canary: bytes | None) -> None:
         """Record a server start, before any of its rows is stored.
@@ -87,7 +87,7 @@ class Store(Reader):
                 start.url,
                 start.used_at,
             )
-            self._insert("server_starts", START_COLUMNS, [values])
+            self._insert("server_starts", STARTS, [values])
             if canary is not None:
                 self._db.conn.execute(
                     "INSERT INTO canaries (server, dump, digest) VALUES (?, ?, ?)",
@@ -98,10 +98,10 @@ class Store(Reader):
         """Add or replace one field of the data set's identity."""
         with self._writing():
             self._db.conn.execute("DELETE FROM identity WHERE name = ?", (name,))
-            self._insert("identity", IDENTITY_COLUMNS, [(name, json.dumps(value))])
+            self._insert("identity", IDENTITY, [(name, json.dumps(value))])
 
     def _insert(
-        self, table: str, columns: Sequence[str], rows: Iterable[tuple[object, ...]]
+        self, table: str, columns: Collection[str], rows: Iterable[tuple[object, ...]]
     ) -> None:
         """Add rows, each with the checksum of its columns."""
         self._db.conn.executemany(
@@ -140,10 +140,8 @@ class Store(Reader):
         return RowCache(load, first_free=first_free)
 
     def reopen_failed(self) -> int:
-        """Put every failed row back to PLANNED; return how many there were.
-
-        A row that gave no prompt is read again like a new one.
-        """
+        """Put every failed row back to PLANNED, to be read again if it gave no prompt; their
+        number."""
         with self._writing():
             cursor = self._db.conn.execute(
                 "UPDATE prompts SET state = 'planned', reason = NULL, detail = NULL, "
@@ -153,10 +151,7 @@ class Store(Reader):
             return cursor.rowcount
 
     def forget_stored(self, ordinals: Iterable[int]) -> None:
-        """Put stored samples back to PLANNED because their bytes turned out to be gone.
-
-        Their shards are open again.
-        """
+        """Put stored samples whose bytes are gone back to PLANNED, and open their shards again."""
         ordinals = list(ordinals)
         with self._writing():
             for ordinal in ordinals:

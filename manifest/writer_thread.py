@@ -1,10 +1,9 @@
 """Writes the manifest in group commits, on one thread, for asyncio callers.
 
 A commit starts when a caller waits for one, and includes everything posted until then. Changes that
-no caller waits for (a row is planned or retried: a crash before the commit only costs reading the
-row or sending the prompt again) wait for such a commit as well, but only briefly, so that other
-processes see the progress. Changes posted during a commit join the next one: a slow disk makes
-larger commits. Their size is bounded, and so are the time of a commit and the loss in a crash.
+no caller waits for (a row is planned or retried) wait briefly for such a commit, so that other
+processes see the progress. Those posted during a commit join the next one: a slow disk makes larger
+commits, of bounded size.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ class _Pending:
 class StoreOwner:
     """Owns the store and its thread, on which every call runs, one after another.
 
-    `post` returns at once; its changes are durable within the linger time and two commits. `commit`
-    returns when its changes, and all that were posted before, are durable. A failed commit is
-    raised by every call that waits for it and by every later call: nothing is written after a gap.
+    Posted changes are durable within the linger time and two commits. A failed commit is raised by
+    every call that waits for it and by every later call: nothing is written after a gap.
     """
 
     def __init__(self, executor: ThreadPoolExecutor, store: Store, bounds: CommitBounds) -> None:

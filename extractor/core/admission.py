@@ -1,7 +1,4 @@
-"""Which prompts are sent: limits of the server, wishes of the user. Pure.
-
-A run and a dry run ask the same `Admission`, so that the second tells what the first would do.
-"""
+"""Which prompts a run or a dry run sends: limits of the server, wishes of the user. Pure."""
 
 from __future__ import annotations
 
@@ -112,8 +109,7 @@ class Admission:
 def token_bound(policy: Policy, limits: Limits | None) -> TokenBound:
     """The bound that rows are rendered within, so that overlong rows cannot exhaust memory.
 
-    `Admission` decides, because it sees each prompt's exact length. The bound only saves the work
-    of rendering rows that `Admission` would reject.
+    `Admission` decides on each prompt; the bound only saves the work of rendering what it rejects.
     """
     longest = _longest(policy, limits)
     if longest is None:

@@ -110,13 +110,7 @@ def check_finite(
     found = first_nonfinite(block, layout.dtype)
     if found is None:
         return None
-    index = at // ITEM_BYTES[layout.dtype] + found
-    return nonfinite_failure(index=index, name=name, start=start, layout=layout)
-
-
-def nonfinite_failure(*, index: int, name: str, start: int, layout: StateLayout) -> Failure:
-    """The failure of a state tensor whose value number `index`, from row `start`, is not finite."""
-    row, column = divmod(index, layout.state_width(name))
+    row, column = divmod(at // ITEM_BYTES[layout.dtype] + found, layout.state_width(name))
     where = f"row {start + row}"
     if name == "aux":
         where += f", boundary {layout.boundaries[column // layout.hidden_size]}"

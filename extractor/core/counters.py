@@ -1,8 +1,6 @@
 """Counts a session's rows, bytes and requests, its speed, and the duration of each stage. Pure.
 
-There is one `Counters` per session. The progress bar, the report, `.live.json` (which
-`extractor status --watch` reads) and the metrics all show it; nothing is counted twice. Its memory
-is bounded.
+Everything that shows a session reads its one `Counters`. Its memory is bounded.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ class MissingExtra(UsageError):
 class ServerError(ExtractorError):
     """The server or its plugin is in trouble; rows stay resumable.
 
-    `what`: what happened, for a caller that goes on by itself. `advice`: sentences that say what a
-    person is to do if the command ends.
+    `what`: what happened, for a caller that goes on by itself. `advice`: what a person is to do.
     """
 
     exit_code = 3

@@ -8,7 +8,7 @@ from extractor.core.counters import Counters
 
 
 class ReportLine(Protocol):
-    """How the parts of a run tell what happens: `Reporter.report`."""
+    """Reports one line to a person; to a program, what happened and its particulars."""
 
     def __call__(
         self, message: str, *, event: str = "note", level: str = "info", **fields: object
@@ -20,11 +20,9 @@ class Reporter(Protocol):
 
     def update(self, counters: Counters) -> None: ...
 
-    def report(
-        self, message: str, *, event: str = "note", level: str = "info", **fields: object
-    ) -> None:
-        """One line for a person, beside the progress; for a program, what happened and its
-        particulars."""
+    @property
+    def report(self) -> ReportLine:
+        """For lines beside the progress."""
 
     def close(self) -> None:
         """The progress is over; more may come, with an `update`."""

@@ -1,17 +1,12 @@
 """Imports our top-level packages although packages of a user have the same names.
 
-`manifest`, `prompts` and `server_patch` are common words: the project of a user may have packages
-of these names, earlier on the path or already imported. Our modules import each other by absolute
-names, so the names must be ours while our modules load:
+Our modules import each other by absolute names, so the names must be ours while they load:
 
-- A command owns its process, and those that it starts: where the names are not ours, `put_first`
-  makes them ours for good. (Not everywhere, as it puts a whole site-packages folder first.)
+- A command owns its process, and those that it starts: `put_first` makes the names ours for good.
+  (Only where they are not, as it puts a whole site-packages folder first.)
 - A library does not: within `importing_own` the names are ours, and afterwards the user's again.
-  Our modules still work then, as they hold references to each other and import nothing of ours
-  inside functions (tests/unit/test_public_names.py checks that). Pickling needs the names: a run
-  that a program starts and that tokenises in worker processes fails, while the command does not.
-
-Where the names have no other owner, our packages stay in `sys.modules`, as any library's do.
+  Our modules work on, as they import nothing of ours inside functions. Pickling needs the names: a
+  run that a program starts and that tokenises in worker processes fails, the command does not.
 """
 
 from __future__ import annotations

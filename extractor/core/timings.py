@@ -71,7 +71,7 @@ class CollectTimings:
     whole_bytes: int = 64 << 10  # dumps up to this size are read whole, with their header
     reads_at_once: int = 256  # files to open before other tasks of the event loop get a turn
     late_dumps_s: float = 2.0  # at the end, for dumps of requests that were given up
-    max_stale_names: int = 1000  # names of other runs' removed files to keep before a purge
+    max_other_names: int = 1 << 20  # names of other runs' files to remember, of about 100 bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Bounds the bytes of dumps under the dump root: a fair semaphore whose permits are bytes.
 
-A prompt holds the bytes of its dumps from before it is sent until it is settled, so this also
-bounds the prompts in progress.
+A prompt holds its bytes until it is settled, so this also bounds the prompts in progress.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ def max_prompts(
 
 
 class Budget:
-    """At most `total` bytes are held at any time, by at most `max_holders` prompts.
-
-    First come, first served, so that a large prompt is not starved by small ones.
-    """
+    """At most `total` bytes are held at any time, by at most `max_holders` prompts, first come,
+    first served, so that a large prompt is not starved by small ones."""
 
     def __init__(self, total: int, *, max_holders: int) -> None:
         self.total = total

@@ -221,8 +221,7 @@ class Connection:
     async def _dump_of_copy(self, failure: Failure, flight: _InFlight) -> Failure | None:
         """Wait for the dump of a request whose first copy is being processed; None when it arrives.
 
-        The reply goes to the sender of that copy. The dump is proof enough: its rows tile the
-        prompt and carry its tokens.
+        The reply goes to the sender of that copy; the dump is proof enough.
         """
         flight.state = RequestState.DUE
         timeout_s = self._settings.dump_timeout_s
@@ -264,10 +263,7 @@ class Connection:
         return failure
 
     def _require_weight_version(self, reply: ReplyFacts) -> None:
-        """Raise ConfigMismatch, which ends the run, if the weights changed since it began.
-
-        The dumps name their weights as well; this checks the engine's own label.
-        """
+        """Raise ConfigMismatch, which ends the run, if the engine's label of weights changed."""
         before = self.target.facts.weight_version
         if None not in (before, reply.weight_version) and reply.weight_version != before:
             raise ConfigMismatch(
@@ -306,10 +302,8 @@ class Connection:
             remove_unfinished([rank for rank in self.target.ranks if not is_alive(rank.ready)])
 
     async def close(self) -> None:
-        """Leave nothing of ours with the server or under the dump root, whatever ended the run.
-
-        To be called when nothing is copied any more.
-        """
+        """Leave nothing of ours with the server or under the dump root; nothing may be copied any
+        more."""
         await self.abandon()
         # Dumps of a lost server are not waited for.
         await self.collector.clear(patience_s=0.0 if self.has_ended.is_set() else None)

@@ -1,7 +1,7 @@
 """Edge: proves that all servers of a data set compute the same states, and records their starts.
 
-The manifest has a row for each start; `dataset.json` repeats the list. A start is recorded before
-any of its rows is stored, and only if it computes the same states as the rows stored so far.
+A start is recorded, in the manifest and in `dataset.json`, before any of its rows is stored, and
+only if it computes the same states as the rows stored so far.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Provenance:
         self._identity = identity
         self._starts = list(starts)
         self._canary = canary  # what the next start is compared with
-        self._is_kept = bool(starts)  # whether the manifest has one
         self._session = max((start.session + 1 for start in starts), default=0)
         self._allow_change = allow_change
         self._lock = asyncio.Lock()  # two servers may come back at the same time
@@ -117,7 +116,7 @@ class Provenance:
                 if not self._allow_change:
                     raise self._canary_mismatch(target.url, comparison)
                 accepted.append(_CANARY)
-            is_reference = bool(accepted) or not self._is_kept
+            is_reference = bool(accepted) or not self._starts
             start = ServerStart(
                 number=len(self._starts),
                 session=self._session,
@@ -135,14 +134,12 @@ class Provenance:
             self._allow_change = False
             if is_reference:
                 self._canary = canary
-                self._is_kept = True
             self.write()
 
     def write(self) -> None:
         """Write `dataset.json`. Raises SpaceError, UsageError.
 
-        A file that an older version wrote stays until a start is recorded, since it names an engine
-        version that the manifest does not hold.
+        A file of an older version stays until a start is recorded: it names an engine version.
         """
         path = self._out / DATASET_NAME
         if self._starts or not path.exists():

@@ -1,8 +1,7 @@
 """Hands each prompt a slot of the least-loaded server, first come, first served.
 
-Each server has a lane. Its health bounds the requests in flight there. A suspect (suspects.py)
-takes a whole lane: it waits until some lane is empty, and nothing else is sent there until it is
-answered.
+The health of a server bounds the requests in its lane. A suspect (suspects.py) waits for an empty
+lane and takes it whole.
 """
 
 from __future__ import annotations

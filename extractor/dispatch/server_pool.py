@@ -1,9 +1,7 @@
 """The servers of a run: prompts go to those that are up, and one that was lost may come back.
 
-A server that dies, or serves nothing for too long, leaves the pool, and what it had in flight is
-sent to the others. Its address is polled, and whatever answers there is used once it has passed the
-same checks as at the start of the run: the same model and layout, and a probe whose dump arrives.
-When the last server is lost, the run ends with its error.
+What a lost server had in flight is sent to the others. Its address is polled, and whatever answers
+there is used once it has passed the checks of the run's start. The run ends with the last server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Edge: dumps that an earlier session of this run asked for and did not live to store.
 
-They lie under live servers and dead ones. What is whole and still wanted is stored without asking
-again; the proof is the same as for any other dump, tokens and all.
+What is whole and still wanted is stored with the same proof as any other dump.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def find_adoptable(
     """This run's dumps under `ranks` whose rows are wanted and whose layout matches.
 
     `is_fit`: whether rows that a writer computed may be stored."""
-    by_rid: dict[str, list[DumpPiece]] = {}
+    by_request: dict[tuple[int, str], list[DumpPiece]] = {}
     for rank in ranks:
         if rank.ready.layout != layout or not is_fit(rank.ready):
             continue
@@ -45,11 +44,9 @@ def find_adoptable(
                 if check_header(header, rank.ready) or header.weights != rank.ready.weights.id:
                     continue
                 piece = Piece(start=header.start, rows=header.rows, handle=arrival)
-                by_rid.setdefault(header.rid, []).append(piece)
+                by_request.setdefault((ordinal, header.rid), []).append(piece)
     found: dict[int, list[list[DumpPiece]]] = {}
-    for rid, pieces in by_rid.items():
-        ordinal = ordinal_of(rid, run_id=run_id)
-        assert ordinal is not None
+    for (ordinal, _), pieces in by_request.items():
         found.setdefault(ordinal, []).append(sorted(pieces, key=lambda piece: piece.start))
     return found
 

@@ -77,10 +77,7 @@ class Collector:
         return self._correlator.rows_seen(rid) if rid in self._waiting else 0
 
     def drop(self, rid: str, collected: asyncio.Future[Collected]) -> None:
-        """Stop waiting for `rid` and remove what arrived of it, whole or not.
-
-        For whoever does not take the pieces of the future that `expect` gave.
-        """
+        """Stop waiting for `rid` and remove what arrived of it, where nobody takes the pieces."""
         if self._waiting.pop(rid, None) is not None:
             self._remove(self._correlator.close(rid))
         elif collected.done() and not collected.cancelled():
@@ -118,10 +115,8 @@ class Collector:
         self.poll()
 
     async def clear(self, *, patience_s: float | None = None) -> None:
-        """Sweep, and go on until the dumps of abandoned requests came too, or time is up.
-
-        `patience_s`: None for the time that late dumps get.
-        """
+        """Sweep until the dumps of abandoned requests came too, for `patience_s` at most (None: as
+        long as late dumps may take)."""
         loop = asyncio.get_running_loop()
         until = loop.time() + (self._timings.late_dumps_s if patience_s is None else patience_s)
         with suppress(ServerError):
@@ -188,12 +183,10 @@ class Collector:
         if future is None:
             return
         pieces = self._correlator.close(rid)
-        if failure is None and not future.done():
-            future.set_result(pieces)
-            return
-        self._remove(pieces)
-        if failure is not None and not future.done():
-            future.set_result(failure)
+        if failure is not None or future.done():
+            self._remove(pieces)
+        if not future.done():
+            future.set_result(pieces if failure is None else failure)
 
     @staticmethod
     def _remove(pieces: Sequence[DumpPiece]) -> None:

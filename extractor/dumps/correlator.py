@@ -1,7 +1,4 @@
-"""Ties pieces to prompts by rid, and tells when a prompt's pieces are whole. Pure.
-
-The order in which pieces are seen and their counters mean nothing here.
-"""
+"""Ties pieces to prompts by rid, whatever their order, and tells when they are whole. Pure."""
 
 from __future__ import annotations
 
@@ -67,9 +64,6 @@ class Correlator(Generic[Handle]):
 
     def __init__(self) -> None:
         self._expected: dict[str, _Expected[Handle]] = {}
-
-    def __len__(self) -> int:
-        return len(self._expected)
 
     def expect(self, rid: str, *, num_tokens: int) -> None:
         """Start waiting for `rid`. A rid names one attempt, so it is expected once only."""

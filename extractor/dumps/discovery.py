@@ -93,10 +93,9 @@ def ranks_of(
 ) -> tuple[Rank, ...]:
     """All data-parallel ranks of the server at `url`.
 
-    The port distinguishes servers of one host, and the address those that share a port. Behind a
-    tunnel or a container's port mapping the port differs; then the only live server with that model
-    is used, and the probe proves the choice. `others`: addresses of other servers, whose ports are
-    taken. Raises PluginError and BadDumpDir, each with the next step for the user.
+    They announce its port, and its address where servers share one. Behind a tunnel or a port
+    mapping the port differs: then the only live server with that model is used, and the probe
+    proves the choice. `others`: addresses of other servers. Raises PluginError, BadDumpDir.
     """
     port, host = urlsplit(url).port, urlsplit(url).hostname
     taken = {urlsplit(other).port for other in others}
@@ -147,9 +146,8 @@ def _is_same_host(one: str, other: str | None) -> bool:
 def _absent(writers: Writers, url: str) -> ExtractorError:
     """The error to raise if no writer under the dump root belongs to the server at `url`.
 
-    The environment of the server's process, if it can be read, shows the actual dump root.
-    Otherwise, a directory under which no server has ever announced itself is a wrong --dump-dir,
-    unless it is the default, which the user did not choose.
+    A directory that no server ever announced itself under is a wrong --dump-dir, unless it is the
+    default; the environment of the server's process, if it can be read, names the right one.
     """
     root = writers.root
     try:
@@ -207,10 +205,8 @@ def _elsewhere(root: Path, url: str) -> BadDumpDir | None:
 
 
 def _dump_root_of_server(url: str) -> str | None:
-    """The dump root in the environment of the process that listens on the port of `url`.
-
-    None if no process of this machine listens there, or its environment cannot be read.
-    """
+    """The dump root in the environment of the process that listens on the port of `url`, if
+    readable."""
     parts = urlsplit(url)
     with suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
@@ -222,10 +218,7 @@ def _dump_root_of_server(url: str) -> str | None:
 
 
 def require_dump_directory(ranks: Sequence[Rank]) -> None:
-    """Check that this process may create and remove files beside the dumps.
-
-    Raises UsageError, SpaceError.
-    """
+    """Raise UsageError or SpaceError unless this process may create and remove files there."""
     for rank in ranks:
         # One name for all clients: what a killed one leaves is removed by the next.
         trial = rank.directory / ".tmp-client"

@@ -73,10 +73,7 @@ Arrival = DumpFile | ErrorFile | BrokenFile
 
 
 class DumpWatcher:
-    """Reports each new file of some ranks once, and opens no other.
-
-    A file that is being written has another name, so what is seen is whole.
-    """
+    """Reports each new file of some ranks once; those that are being written have other names."""
 
     def __init__(
         self,
@@ -94,7 +91,7 @@ class DumpWatcher:
         self._run_id = run_of(rid_prefix)
         self._whole_bytes = whole_bytes
         self._ranks = {rank.directory: rank for rank in ranks}
-        self._max_stale_names = timings.max_stale_names
+        self._max_others = timings.max_other_names
         self._watch = DirectoryWatch(
             tuple(self._ranks), is_wanted=_is_wanted, timings=timings.listing
         )
@@ -113,7 +110,6 @@ class DumpWatcher:
             if self._may_be_ours(rank := self._ranks[directory], name)
         ]
         self._unread.extendleft(reversed(news))
-        self._forget_removed()
         arrivals: list[tuple[Rank, Arrival]] = []
         for _ in range(len(self._unread) if most is None else min(most, len(self._unread))):
             rank, name = self._unread.popleft()
@@ -147,23 +143,14 @@ class DumpWatcher:
             case BrokenFile():
                 return True  # its owner cannot be read
         if self._run_id is not None and (run_id := run_of(rid)) != self._run_id:
+            if len(rank.others) >= self._max_others:
+                rank.others.clear()  # those that are still there may be opened once more
             rank.others[name] = run_id and sys.intern(run_id)
         return rid.startswith(self._rid_prefix)
 
-    def _forget_removed(self) -> None:
-        """Purge the names of other runs' files that were removed."""
-        for directory, rank in self._ranks.items():
-            if len(rank.others) > self._watch.num_reported(directory) + self._max_stale_names:
-                for name in [*rank.others]:
-                    if not self._watch.is_reported(directory, name):
-                        del rank.others[name]
-
 
 def disown(ranks: Sequence[Rank]) -> None:
-    """Mark every existing file as another run's, without opening it.
-
-    For a run that has not sent a request yet.
-    """
+    """Mark every existing file as another run's, unopened: this run has not sent a request yet."""
     known = {rank.directory: rank for rank in ranks}
     with suppress(FileNotFoundError):  # another client removed a dead server's directory
         for directory, name in DirectoryWatch(tuple(known), is_wanted=_is_wanted).poll():

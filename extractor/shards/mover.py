@@ -1,8 +1,7 @@
 """Copies samples from their dumps into shards, many per fsync.
 
-copy -> fdatasync -> manifest commit -> unlink the dumps. The samples that arrive while one group is
-copied form the next, so the group size adapts to what the disk costs; while one group is committed
-and its dumps are removed, the next is copied.
+copy -> fdatasync -> manifest commit -> unlink the dumps. Samples that arrive while a group is
+copied form the next, which is copied while the first is committed and its dumps are removed.
 """
 
 from __future__ import annotations

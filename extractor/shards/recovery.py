@@ -109,11 +109,8 @@ def require_begun(out: Path) -> None:
 
 
 def require_free_numbers(directory: Path, shards: Sequence[Shard]) -> None:
-    """Raise UsageError where a sealed file that is none of `shards` has a name that a new shard
-    would get: the manifest is an older one than the files.
-
-    An open file that the manifest does not know is from a crash before it learnt of it.
-    """
+    """Raise UsageError for a sealed file that the manifest does not know, under a name that a new
+    shard would get: the manifest is older than the files. (An open one is from a crash.)"""
     next_name = shard_name(max((shard.number + 1 for shard in shards), default=0))
     names = {path.name for path in directory.glob(SEALED_SHARDS)}
     if strays := sorted(name for name in names if name >= next_name):

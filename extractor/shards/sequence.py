@@ -66,10 +66,7 @@ class ShardSequence:
         return self._writer
 
     async def finish(self) -> None:
-        """Seal the open shard, or remove it if it is empty; the manifest must know its samples.
-
-        When this is cancelled, `close` closes the file: the thread may still use it.
-        """
+        """Seal the open shard, or remove it if it is empty; the manifest must know its samples."""
         writer = self._writer
         if writer is None:
             return

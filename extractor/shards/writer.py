@@ -170,9 +170,8 @@ class ShardWriter:
     def seal(self) -> str:
         """Write the header, make the whole file durable and give it its final name; its digest.
 
-        Call after the manifest knows every sample. A crash at any point leaves the open file or
-        the sealed one, and `sealed_on_disk` tells which. Raises UsageError, and leaves both files,
-        when another file has taken the name.
+        The manifest must know every sample. A crash leaves the open file or the sealed one
+        (`sealed_on_disk`). Raises UsageError, and leaves both files, when the name is taken.
         """
         digest = xxhash.xxh3_128()
         header = encode_shard_header(
@@ -259,10 +258,7 @@ def remove_unknown(directory: Path, shards: Sequence[Shard]) -> None:
 
 
 def lost_rows(directory: Path, shard: Shard, rows: Sequence[StoredRow]) -> list[StoredRow]:
-    """Samples at the end of this shard whose bytes are not all there, whatever the manifest says.
-
-    `rows` are in file order; a file is cut at its end only.
-    """
+    """The samples, given in file order, whose bytes are gone: a file is cut at its end only."""
     sealed = sealed_shard_path(directory, shard)
     path = sealed if sealed.exists() else open_shard_path(directory, shard)
     try:

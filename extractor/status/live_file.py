@@ -1,9 +1,7 @@
-"""Writes and reads `OUT/.live.json`: a running session's figures that the manifest does not hold,
-such as requests in flight, speed, and the duration of each stage.
+"""Writes and reads `OUT/.live.json`: a running session's figures that the manifest does not hold.
 
-It is written every second beside its place and renamed, so that a reader finds one whole document;
-never synced, because it is worthless after a crash. It names its process as the lock file does, so
-that the file of a killed run is not taken for that of a live one.
+It is renamed into place every second, and never synced: it is worthless after a crash. It names its
+process as the lock file does, so that the file of a killed run is not taken for that of a live one.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class Live:
 class LiveFile:
     """A reporter that keeps `OUT/.live.json`. For the holder of OUT's lock only.
 
-    The disk may be slow or full: a thread writes, one document at a time, and the next document
-    replaces one that could not be written.
+    A thread writes, as the disk may be slow; the next document replaces one that was not written.
     """
 
     def __init__(
@@ -112,11 +109,7 @@ def read_live(out: Path) -> Live | None:
 
 
 def live_problem(out: Path) -> str | None:
-    """The problem with `.live.json`; None if the file is sound or missing.
-
-    A file that a killed run left behind is sound: nothing depends on it, and the next run
-    replaces it.
-    """
+    """The problem with `.live.json`; None if it is sound, left by a killed run, or missing."""
     path = out / LIVE_NAME
     try:
         _read(path)

@@ -1,8 +1,4 @@
-"""Serves the run's metrics to Prometheus (`extractor run --metrics-port`).
-
-Nothing is counted here: each scrape reads the session's `Counters`, which continue when all servers
-were lost and one came back (`--server-wait`).
-"""
+"""Serves the run's metrics to Prometheus (`extractor run --metrics-port`), from its `Counters`."""
 
 from __future__ import annotations
 
@@ -46,8 +42,7 @@ class Metrics:
 def served_metrics(metrics: Metrics, *, port: int, host: str = DEFAULT_HOST) -> Iterator[str]:
     """Serve metrics over HTTP within the block; yields their URL.
 
-    Raises MissingExtra without prometheus-client, UsageError when the port is taken or the host is
-    not an address of this machine.
+    Raises MissingExtra without prometheus-client, UsageError where it cannot listen there.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server

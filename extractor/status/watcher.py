@@ -1,8 +1,7 @@
 """Watches a run of another process until it ends, for `extractor status --watch`.
 
-Two sources: the manifest, read-only and by its tallies alone, so that ten million rows cost no more
-than ten; and `.live.json` for what only the running session knows. The manifest is opened again for
-each look: a connection that stayed open would keep the run from closing it as one plain file.
+It reads `.live.json` and the manifest's tallies. The manifest is opened for each look: an open
+connection would keep the run from closing it as one plain file.
 """
 
 from __future__ import annotations

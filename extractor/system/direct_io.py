@@ -1,9 +1,8 @@
 """Edge: a file that grows at its end, past the page cache where the file system can.
 
-Bytes are gathered in one aligned buffer, into which the caller may read straight from their source,
-and leave it in large writes. On the file systems of local disks these are direct (O_DIRECT): they
-cost no copy into the page cache, which for terabytes that nobody reads soon is the larger part of
-the work and pushes everything else out of memory. Elsewhere the same writes are buffered.
+Bytes are gathered in one aligned buffer and leave it in large writes. On the file systems of local
+disks these are direct (O_DIRECT): a copy into the page cache would be most of the work, and push
+everything else out of memory. Elsewhere the same writes are buffered.
 """
 
 from __future__ import annotations
@@ -89,10 +88,7 @@ class AppendFile:
 
     def finish(self, begin: Iterable[bytes]) -> None:
         """Cut the file at `position`, put the blocks of `begin` over its first bytes, and make all
-        of it durable.
-
-        Nothing can be appended after that. Raises OSError.
-        """
+        of it durable. Nothing can be appended after that. Raises OSError."""
         self._write_out(self._fill)
         self._set_direct(False)
         os.ftruncate(self._descriptor, self.position)

@@ -23,10 +23,7 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file for reading; the caller closes the descriptor. Raises OSError.
-
-    Never blocks on a pipe and never follows a symbolic link at `path`.
-    """
+    """Open a regular file for reading, never a link or a waiting pipe. Raises OSError."""
     try:
         return open_dump(path)
     except DumpFormatError as error:
@@ -111,10 +108,7 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def dangling_link(path: Path) -> Path | None:
-    """The first part of `path` that is a dangling symbolic link; None if there is none.
-
-    Raises OSError for a link that cannot be followed.
-    """
+    """The first part of `path` that is a dangling link, if any. Raises OSError for a loop."""
     for part in (*reversed(path.parents), path):
         if part.is_symlink():
             try:
@@ -146,10 +140,7 @@ def free_bytes(path: Path) -> int:
 
 
 def file_system_type(path: Path) -> str:
-    """The kernel's name of the file system that holds `path`, such as ext4, tmpfs or nfs4.
-
-    Empty where the kernel does not tell.
-    """
+    """The kernel's name of the file system of `path`, such as nfs4; empty if it is unknown."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -168,10 +159,7 @@ MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
 def require_directory(path: Path, *, option: str) -> None:
-    """Raise UsageError unless `path` is a directory or can become one.
-
-    Raises OSError if `path` cannot be inspected.
-    """
+    """Raise UsageError unless `path` is a directory or can become one. Raises OSError."""
     if path.exists() and not path.is_dir():
         raise UsageError(f"{path} is a file; name a directory with {option}")
     if (link := dangling_link(path)) is not None:

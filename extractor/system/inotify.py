@@ -1,9 +1,8 @@
 """Edge: names that appear in directories, as the kernel tells of them (inotify).
 
-What a look costs grows with what came since the last, not with what lies there. A file that is
-being written has another name and is moved to its own: that move is what is told. Now and then the
-directories are listed as well, for what the kernel does not tell (a file that was not moved there,
-a queue that overflowed, a user without a free inotify instance).
+A finished file is moved to its name: that move is reported. Now and then the directories are listed
+as well, for what the kernel does not report (a file that was not moved there, a queue that
+overflowed, a user without a free inotify instance).
 """
 
 from __future__ import annotations
@@ -90,14 +89,6 @@ class DirectoryWatch:
         """Report every existing file again, except skipped ones."""
         self._reported = {path: set(names) for path, names in self._skipped.items()}
         self._listed_at = -float("inf")
-
-    def is_reported(self, directory: Path, name: str) -> bool:
-        """Whether `name` was reported and still existed at the last listing."""
-        return name in self._reported[directory]
-
-    def num_reported(self, directory: Path) -> int:
-        """The number of names for which `is_reported` is true."""
-        return len(self._reported[directory])
 
     async def wait(self) -> None:
         """Return when there may be something to poll."""

@@ -62,11 +62,9 @@ def _without_locks(out: Path, error: OSError) -> ExtractorError:
 
 
 def writer_of(out: Path) -> int | None:
-    """The pid of another process that holds `out`; None when none does, or none that can be seen
-    from here.
+    """The pid of another process that holds `out`, if one does that can be seen from here.
 
-    Told by what the holder wrote, not by trying the lock: a run that starts meanwhile would find
-    it taken.
+    By what it wrote: trying the lock would get in the way of a run that starts.
     """
     try:
         pid, start_ticks, namespace = (

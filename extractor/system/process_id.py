@@ -7,11 +7,10 @@ from pathlib import Path
 
 
 def is_same_process(pid: int, start_ticks: int, namespace: str | None) -> bool:
-    """Whether the process that had this pid when it started then still runs: a pid may be used
-    again, its start time with it may not.
+    """Whether the process that had this pid when it started then still runs.
 
-    One in another PID namespace, as in another container, cannot be seen from here and is taken
-    for alive: its files must not be touched, and the probe tells whether it works.
+    One in another PID namespace cannot be seen and is taken for alive: its files must not be
+    touched.
     """
     if namespace not in (None, pid_namespace()):
         return True

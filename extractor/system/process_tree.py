@@ -120,10 +120,7 @@ async def started(
 
 
 def die_with_parent() -> None:
-    """Run in a new process: it gets SIGTERM when the thread that started it ends.
-
-    Even a kill -9 of ours must not leave a server that holds the GPU.
-    """
+    """Run in a new process: SIGTERM when the thread that started it ends, also by a kill -9."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -1,8 +1,6 @@
 """Edge: files of SGLang's in /dev/shm, and which processes have them mapped.
 
-SGLang never removes its load snapshot, and Python's semaphores stay when a process is killed. Their
-names do not identify the owner, but whoever uses such a file has it mapped, and
-/proc/PID/maps lists its inode.
+They stay when a process is killed. Their names do not identify the owner; /proc/PID/maps does.
 """
 
 from __future__ import annotations

@@ -108,10 +108,7 @@ def patience_s(wanted: float, *, keep_s: float = 0.0) -> float:
 async def to_its_end(
     work: Coroutine[Any, Any, None], *, hurry: Callable[[], None] = lambda: None
 ) -> None:
-    """Await `work` to its end even if cancelled.
-
-    A cancellation calls `hurry`, and is raised again when the work is done.
-    """
+    """Await `work` to its end even if cancelled; a cancellation calls `hurry`, and is raised."""
     task = asyncio.create_task(work)
     is_cancelled = False
     while not task.done():

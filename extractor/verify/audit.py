@@ -1,7 +1,6 @@
 """Proves a data set from its shards and its manifest alone, for `extractor verify`.
 
-Both are untrusted: every value is checked before it is used, sizes are compared with the file
-before anything is read into memory, and unreadable data is reported as a finding.
+Both are untrusted: every value and size is checked before use; what is unreadable is a finding.
 """
 
 from __future__ import annotations

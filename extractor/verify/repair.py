@@ -1,8 +1,7 @@
 """Keeps the proven samples of a damaged data set; the next run extracts the others again.
 
-A shard with anything wrong in it is left for a new one that gets its sound samples, in the order in
-which a run stores them: copy (and prove once more), fdatasync, one manifest commit, and only then
-is the damaged file removed. A crash leaves nothing that the next run or repair does not settle.
+The sound samples of a damaged shard go to a new one: copy (and prove once more), fdatasync, one
+manifest commit, unlink. A crash leaves nothing that the next run or repair does not settle.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from extractor.verify.findings import Audit
 from extractor.verify.repair import Repair, audit_and_repair
-from manifest.decoding import IDENTITY_COLUMNS, PROMPT_COLUMNS, SOURCE_COLUMNS, row_checksum
+from manifest.decoding import IDENTITY, PROMPT_COLUMNS, SOURCES, row_checksum
 from manifest.exceptions import ManifestError
 
 PROMPTS = make_prompts(25, shortest=10)
@@ -108,14 +108,14 @@ def recompute_checksums(connection: sqlite3.Connection) -> None:
     connection.text_factory = text_or_bytes
     for table, names, key in (
         ("prompts", PROMPT_COLUMNS, "ordinal"),
-        ("sources", SOURCE_COLUMNS, "number"),
-        ("identity", IDENTITY_COLUMNS, "name"),
+        ("sources", SOURCES, "number"),
+        ("identity", IDENTITY, "name"),
     ):
         for values in connection.execute(f"SELECT {', '.join(names)} FROM {table}").fetchall():
             with suppress(TypeError):
                 connection.execute(
                     f"UPDATE {table} SET checksum = ? WHERE {key} IS ?",
-                    (row_checksum(names, values), values[names.index(key)]),
+                    (row_checksum(names, values), values[list(names).index(key)]),
                 )
 
 

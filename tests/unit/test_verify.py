@@ -11,11 +11,11 @@ from hypothesis.extra import numpy as hnp
 
 from extractor.core.checks import (
     ReplyFacts,
+    check_finite,
     check_header,
     check_ids,
     check_reply,
     first_nonfinite,
-    nonfinite_failure,
 )
 from extractor.core.failure import FailureKind
 from manifest.states import Reason
@@ -67,10 +67,13 @@ def test_nan_and_both_infinities_are_found_among_the_largest_finite(kind: str) -
 
 
 def test_a_value_that_is_not_finite_is_named_by_row_and_boundary() -> None:
+    block = memoryview(np.array([0, 0x7FC0], dtype="<u2").tobytes())  # 0 and NaN in bfloat16
     # Row 2 of the piece, column 9: the second boundary's second value.
-    failure = nonfinite_failure(index=2 * 24 + 9, name="aux", start=100, layout=LAYOUT)
+    failure = check_finite(block, at=2 * (2 * 24 + 8), name="aux", start=100, layout=LAYOUT)
+    assert failure is not None
     assert failure.detail == "aux holds NaN or infinity at row 102, boundary 2"
-    failure = nonfinite_failure(index=2 * 8 + 7, name="last", start=100, layout=LAYOUT)
+    failure = check_finite(block, at=2 * (2 * 8 + 6), name="last", start=100, layout=LAYOUT)
+    assert failure is not None
     assert failure.detail == "last holds NaN or infinity at row 102"
 
 
