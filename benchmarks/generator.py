@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.command import command_parser, number_from, run_command
-from extractor.core.layout import Layout
 from extractor.testing.fake_model import FakeModel
 from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import Fault
@@ -38,7 +37,7 @@ INLINE_BYTES = 1 << 20
 class Generator(FakeServer):
     """A fake server whose dumps cost their bytes and no more."""
 
-    def __init__(self, dump_root: Path, *, layout: Layout) -> None:
+    def __init__(self, dump_root: Path, *, layout: StateLayout) -> None:
         super().__init__(
             dump_root,
             model=FakeModel(layout=layout, vocab_size=VOCAB_SIZE, context_length=CONTEXT_LENGTH),
@@ -55,12 +54,7 @@ class Generator(FakeServer):
             rid=rid,
             start=0,
             rows=len(ids),
-            layout=StateLayout(
-                boundaries=layout.boundaries,
-                hidden_size=layout.hidden_size,
-                dtype=layout.dtype,
-                last_kind="post",
-            ),
+            layout=layout,
             boot_id=self.boot_id,
             rank=0,
             counter=counter,
@@ -92,7 +86,7 @@ def _require_written(done: Future[int]) -> None:
 
 
 async def serve(options: argparse.Namespace) -> None:
-    layout = Layout(
+    layout = StateLayout(
         boundaries=tuple(range(1, options.num_boundaries + 1)),
         hidden_size=options.hidden_size,
         dtype="BF16",

@@ -33,7 +33,6 @@ from benchmarks.engines import Engine, EngineSpec, engines, free_ports
 from benchmarks.load import prefill_s, random_prompts
 from benchmarks.sinks import ClientSink, NullSink
 from prompts.types import Prompt
-from server_patch.dump_format import bytes_per_token
 from server_patch.stats import STATS_NAME
 
 NULL = "null"
@@ -258,13 +257,7 @@ async def measure_lengths(
     """One prompt length after the other, each printed and written as soon as it is measured."""
     tokens_per_round = options.tokens_per_round
     if options.gigabytes_per_round:
-        ready = patched.ranks[0].ready
-        of_token = bytes_per_token(
-            num_boundaries=len(ready.capture.boundaries),
-            hidden_size=ready.model.hidden_size,
-            dtype=ready.model.dtype,
-            last_kind=ready.capture.last_kind,
-        )
+        of_token = patched.ranks[0].ready.layout.bytes_per_token
         tokens_per_round = int(options.gigabytes_per_round * 1e9 / of_token)
     plan = Plan(
         tokens_per_round=tokens_per_round,

@@ -28,7 +28,7 @@ from server_patch.ring import Ring, plan_ring
 from server_patch.sglang_api import PrefillBatch
 from server_patch.slot_layout import SlotLayout
 from server_patch.staging import CpuStager, States
-from server_patch.stats import Stats, StatsFile
+from server_patch.stats import Stats
 from server_patch.tap import Tap
 from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool
@@ -49,19 +49,10 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
     layout = SlotLayout(states)
     plan = plan_ring(layout=layout, forward_rows=rows, num_slots=4, total_bytes=None, pinned=False)
     ring = Ring(plan, pinned=False)
-    stats = Stats()
     rank_dir = RankDir(directory=directory, boot_id="benchmark", rank=0, file_mode=0o600)
-
-    def assignment(socket_descriptor: int) -> Assignment:
-        return Assignment(
-            rank_dir=rank_dir,
-            states=states,
-            ring=ring.map,
-            socket_descriptor=socket_descriptor,
-        )
-
+    stats = Stats(rank_dir)
     stager = CpuStager()
-    supervisor = WriterSupervisor(assignment)
+    supervisor = WriterSupervisor(Assignment(rank_dir=rank_dir, states=states, ring=ring.map))
     writers = WriterPool(
         supervisor,
         num_writers=num_writers,
@@ -69,7 +60,6 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
         ring=ring,
         stager=stager,
         stats=stats,
-        stats_file=StatsFile(stats, rank_dir),
     )
     writers.start()
     tap = Tap(
@@ -79,7 +69,7 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
         stager=stager,
         writers=writers,
         stats=stats,
-        weights=Weights(boot_id="benchmark", found=None),
+        weights=Weights(boot_id="benchmark"),
     )
     return tap, supervisor
 

@@ -72,10 +72,7 @@ def draws_at_random(template: str) -> bool:
                 return True
             case "name", "random" if before[-1] in (("operator", "|"), ("name", "filter")):
                 return True
-            case "string", "'random'" | '"random"' if before == [
-                ("name", "map"),
-                ("operator", "("),
-            ]:
+            case "string", "'random'" | '"random"' if before == _MAP:
                 return True
         before = [before[-1], (kind, value)]
     return False

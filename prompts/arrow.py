@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -27,16 +28,20 @@ NumberedRow = tuple[int, bytes | None]
 Place = str | io.RawIOBase
 
 
+def _imported(module: str, name: str) -> Any:
+    """Import a module of pyarrow. Raises `InputError`, which names the file `name`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        raise missing_extra(name, "parquet", "pyarrow", exc) from exc
+
+
 def parquet_rows(place: Place, name: str, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
     """The rows of a Parquet file; row groups whose rows are all skipped are not even read.
 
     `name`: the file's name in messages.
     """
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as exc:
-        raise missing_extra(name, "parquet", "pyarrow", exc) from exc
-
+    pq = _imported("pyarrow.parquet", name)
     # Without these two, a row group (often the whole file) is read into memory at once.
     with pq.ParquetFile(place, pre_buffer=False, buffer_size=BUFFER_BYTES) as file:
         index = 0
@@ -66,20 +71,13 @@ def _rows_at_a_time(group: Any) -> int:
 
 def parquet_num_rows(place: Place, name: str) -> int:
     """As the file's own footer tells."""
-    try:
-        import pyarrow.parquet as pq
-    except ImportError as exc:
-        raise missing_extra(name, "parquet", "pyarrow", exc) from exc
+    pq = _imported("pyarrow.parquet", name)
     return int(pq.read_metadata(place).num_rows)
 
 
 def arrow_rows(place: Place, name: str, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
     """The rows of an Arrow file, as Hugging Face's datasets write them (stream or file format)."""
-    try:
-        import pyarrow as pa
-    except ImportError as exc:
-        raise missing_extra(name, "parquet", "pyarrow", exc) from exc
-
+    pa = _imported("pyarrow", name)
     with _opened(pa, place) as source:
         source.seek(0)
         is_file = source.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC

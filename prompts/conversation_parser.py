@@ -70,9 +70,7 @@ def read_turns(
 
     After system turns, if any, the first turn is the user's. Raises `RowError`.
     """
-    for field in UNSUPPORTED_FIELDS:
-        if row.get(field) not in NOTHING:
-            raise RowError(RowReason.UNSUPPORTED_FIELD, f"{field} cannot be rendered")
+    _refuse_media("", row)
     alterations: set[Alteration] = set()
     turns = tuple(_turn(index, value, options, alterations) for index, value in enumerate(values))
     tools = read_tools(row, alterations)
@@ -80,6 +78,12 @@ def read_turns(
     return Conversation(
         turns=_with_system(row, turns), tools=tools, alterations=frozenset(alterations)
     )
+
+
+def _refuse_media(prefix: str, value: Mapping[str, Any]) -> None:
+    for field in UNSUPPORTED_FIELDS:
+        if value.get(field) not in NOTHING:
+            raise RowError(RowReason.UNSUPPORTED_FIELD, f"{prefix}{field} cannot be rendered")
 
 
 def _turn(
@@ -90,9 +94,7 @@ def _turn(
         raise RowError(RowReason.BAD_CONTENT, detail)
     role = _role(index, value, options, alterations)
     where = f"turn {index} ({role})"
-    for field in UNSUPPORTED_FIELDS:
-        if value.get(field) not in NOTHING:
-            raise RowError(RowReason.UNSUPPORTED_FIELD, f"{where}: {field} cannot be rendered")
+    _refuse_media(f"{where}: ", value)
     tool_calls = read_tool_calls(where, value, alterations)
     reasoning = _reasoning(where, value)
     if role != "assistant" and (tool_calls or reasoning is not None):
@@ -158,10 +160,7 @@ def _content(where: str, value: Mapping[str, Any], *, may_be_empty: bool) -> str
             return ""
         detail = f"{where} has no {' or '.join(CONTENT_KEYS)}"
         raise RowError(RowReason.BAD_CONTENT, detail)
-    texts = {_plain_text(f"{where}: {key}", content) for key, content in found.items()}
-    if len(texts) > 1:
-        raise RowError(RowReason.CONFLICTING_FIELDS, f"{where}: {' and '.join(found)} disagree")
-    text = texts.pop()
+    text = _agreed(where, found)
     if not text.strip() and not may_be_empty:
         raise RowError(RowReason.BAD_CONTENT, f"{where} is empty")
     return text
@@ -169,11 +168,16 @@ def _content(where: str, value: Mapping[str, Any], *, may_be_empty: bool) -> str
 
 def _reasoning(where: str, value: Mapping[str, Any]) -> str | None:
     found = {key: value[key] for key in REASONING_KEYS if value.get(key) not in NOTHING}
-    texts = {_plain_text(f"{where}: {key}", text) for key, text in found.items()}
+    text = _agreed(where, found)
+    return text if text.strip() else None
+
+
+def _agreed(where: str, found: Mapping[str, Any]) -> str:
+    """The one text of fields that mean the same; empty without any."""
+    texts = {_plain_text(f"{where}: {key}", content) for key, content in found.items()}
     if len(texts) > 1:
         raise RowError(RowReason.CONFLICTING_FIELDS, f"{where}: {' and '.join(found)} disagree")
-    text = texts.pop() if texts else ""
-    return text if text.strip() else None
+    return texts.pop() if texts else ""
 
 
 def _optional_text(value: Mapping[str, Any], key: str) -> str | None:

@@ -21,7 +21,7 @@ from prompts.token_bound import MAX_EXPANDED_BYTES, OVERSIZED, oversized, parse_
 from prompts.token_masks import COLUMNS, ID_PAIR, read_tokens
 from prompts.tools import NOTHING
 from prompts.training import check_columns
-from prompts.types import Alteration, RowError, RowReason, kind_of
+from prompts.types import Alteration, RowError, RowReason, is_list_of, kind_of
 
 Row = Mapping[str, Any]
 
@@ -186,18 +186,18 @@ def _asked(row: Row, options: ReadingOptions) -> Item:
             raise RowError(RowReason.UNKNOWN_SHAPE, detail)
         values.append(row[field])
     if len(values) == 2:
-        if all(isinstance(value, list) and value and _all_of(value, {int}) for value in values):
+        if all(value and is_list_of(value, int) for value in values):
             return _id_pair(row, options.fields)
         return _pair(row, options.fields[0], options.fields[1], options)
     (field,) = options.fields
-    value = _listed(field, values[0])
+    value = _listed(values[0])
     if isinstance(value, str):
         if field == "text":
             return _text(row, options) or _nothing(field)
         return _one_turn(row, field, options)
-    if isinstance(value, list) and value and _all_of(value, {int}):
+    if value and is_list_of(value, int):
         return _read_ids(field, value, row)
-    if isinstance(value, list) and value and _all_of(value, {str}):
+    if value and is_list_of(value, str):
         return _alternating(row, value, options)
     return _turn_list(row, field, options) or _nothing(field)
 
@@ -234,7 +234,7 @@ def _id_pair(row: Row, names: Sequence[str]) -> Ids:
 
 
 def _id_list(field: str, ids: object) -> list[int]:
-    if not isinstance(ids, list) or not _all_of(ids, {int}):
+    if not is_list_of(ids, int):
         raise RowError(RowReason.BAD_INPUT_IDS, f"{field} is not a flat list of integers")
     if not ids:
         raise RowError(RowReason.EMPTY_PROMPT, f"{field} is empty")
@@ -253,29 +253,14 @@ def _masked(row: Row, ids: list[int], columns: Sequence[str], *, num_prompt: int
     )
 
 
-def _all_of(values: Iterable[object], types: set[type]) -> bool:
-    # By exact type: `True` is an int to isinstance, and numpy would make an id of it.
-    return types.issuperset(map(type, values))
-
-
-def _messages(row: Row, options: ReadingOptions) -> Conversation | None:
-    return _turns_beside(row, "messages", options)
-
-
-def _conversations(row: Row, options: ReadingOptions) -> Conversation | None:
-    return _turns_beside(row, "conversations", options)
-
-
-def _conversation(row: Row, options: ReadingOptions) -> Conversation | None:
-    # In other data sets, a column of this name holds human-readable text.
-    if not isinstance(_listed("conversation", row.get("conversation")), list):
-        return None
-    return _turns_beside(row, "conversation", options)
-
-
-def _turns_beside(row: Row, field: str, options: ReadingOptions) -> Conversation | None:
+def _turns(row: Row, options: ReadingOptions) -> Conversation | None:
     """A turn list, and the answer to it that preference data keeps beside it."""
-    if (conversation := _turn_list(row, field, options)) is None:
+    for field in TURN_FIELDS:
+        # In other data sets, a column `conversation` holds human-readable text.
+        is_text = field == "conversation" and not isinstance(_listed(row.get(field)), list)
+        if not is_text and (conversation := _turn_list(row, field, options)) is not None:
+            break
+    else:
         return None
     if _has_value(row.get("history")):
         detail = f"history stands beside {field}; --field names the one to read"
@@ -289,7 +274,7 @@ def _turns_beside(row: Row, field: str, options: ReadingOptions) -> Conversation
 
 
 def _turn_list(row: Row, field: str, options: ReadingOptions) -> Conversation | None:
-    values = _listed(field, row.get(field))
+    values = _listed(row.get(field))
     if values is None or values == []:
         return None
     if not isinstance(values, list):
@@ -301,7 +286,7 @@ def _turn_list(row: Row, field: str, options: ReadingOptions) -> Conversation | 
 def _data(row: Row, options: ReadingOptions) -> Conversation | None:
     """UltraChat as it was: plain strings, the user's and the assistant's in turn."""
     values = row.get("data")
-    if not isinstance(values, list) or not values or not _all_of(values, {str}):
+    if not values or not is_list_of(values, str):
         return None
     return _answered_within(row, _alternating(row, values, options))
 
@@ -322,12 +307,12 @@ def _answered(row: Row, options: ReadingOptions) -> Conversation | None:
 
 def _pair(row: Row, user: str, assistant: str, options: ReadingOptions) -> Conversation:
     asked = _asked_turns(row, user)
-    answer = _listed(assistant, row[assistant])
+    answer = _listed(row[assistant])
     if isinstance(answer, str):
         return read_turns(row, [*asked, {"role": "assistant", "content": answer}], options)
     if isinstance(answer, dict):
         return read_turns(row, [*asked, answer], options)
-    if not isinstance(answer, list) or not answer or not _all_of(answer, {dict}):
+    if not answer or not is_list_of(answer, dict):
         detail = f"{assistant} is {kind_of(answer)}, not a string or a list of turns"
         raise RowError(RowReason.BAD_CONTENT, detail)
     if _role_of(answer[0]) in ASSISTANT_NAMES:
@@ -345,7 +330,7 @@ def _pair(row: Row, user: str, assistant: str, options: ReadingOptions) -> Conve
 def _asked_turns(row: Row, user: str) -> list[Any]:
     """What comes before the answer: the history, and the question with what it is about."""
     history = _history(row)
-    question = _listed(user, row[user])
+    question = _listed(row[user])
     if isinstance(question, list) and question:
         return [*history, *question]
     if not isinstance(question, str):
@@ -379,11 +364,11 @@ def _history(row: Row) -> list[Any]:
     """LLaMA-Factory: earlier questions and their answers, as pairs; or turns."""
     if not _has_value(value := row.get("history")):
         return []
-    if isinstance(value, list) and _all_of(value, {dict}):
+    if is_list_of(value, dict):
         return value
     turns = []
     for pair in value if isinstance(value, list) else [value]:
-        if not isinstance(pair, list) or len(pair) != 2 or not _all_of(pair, {str}):
+        if not is_list_of(pair, str) or len(pair) != 2:
             detail = "history is no list of [question, answer], both of them strings"
             raise RowError(RowReason.BAD_CONTENT, detail)
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
@@ -428,7 +413,7 @@ def _says(turn: object, text: str) -> bool:
 
 def _prompt(row: Row, options: ReadingOptions) -> Conversation | None:
     """A question without an answer, or the turns of one."""
-    value = _listed("prompt", row.get("prompt"))
+    value = _listed(row.get("prompt"))
     if value is None or value == []:
         return None
     if isinstance(value, str) and not value.strip():
@@ -439,7 +424,7 @@ def _prompt(row: Row, options: ReadingOptions) -> Conversation | None:
 
 def _chosen(row: Row, options: ReadingOptions) -> Conversation | None:
     """Preferences whose question stands in both answers only."""
-    if not isinstance(_listed("chosen", row.get("chosen")), list):
+    if not isinstance(_listed(row.get("chosen")), list):
         return None
     return _turn_list(row, "chosen", options)
 
@@ -482,14 +467,14 @@ def _nothing(field: str) -> Any:
     raise RowError(RowReason.EMPTY_PROMPT, f"{field} is empty")
 
 
-def _listed(field: str, value: object) -> object:
+def _listed(value: object) -> object:
     """The value, or the list in it where a column of strings holds JSON."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             parsed = parse_json(value)
         except orjson.JSONDecodeError:
             return value
-        if isinstance(parsed, list) and _all_of(parsed, {dict}):
+        if is_list_of(parsed, dict):
             return parsed
     return value
 
@@ -510,6 +495,4 @@ CONTEXTS: Final = ("input", "context")
 ASSISTANT_NAMES: Final = tuple(name for name, role in ROLES.items() if role == "assistant")
 #: Some Llama-Nemotron files hold what was sent to Llama, headers and all.
 FOREIGN_TOKENS: Final = ("<|start_header_id|>",)
-DIALECTS: Final[tuple[Dialect, ...]] = (
-    *(_ids, _messages, _conversations, _conversation, _data, _answered, _prompt, _chosen, _text),
-)
+DIALECTS: Final[tuple[Dialect, ...]] = (*(_ids, _turns, _data, _answered, _prompt, _chosen, _text),)

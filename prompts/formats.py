@@ -17,6 +17,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, BinaryIO, Final
@@ -60,72 +61,66 @@ class Kind(StrEnum):
     ARROW = "Arrow"
 
 
+def skip_none(index: int) -> bool:
+    return False
+
+
+@dataclass(kw_only=True)
 class Container:
     """An open input file."""
 
-    def __init__(
-        self,
-        *,
-        kind: Kind,
-        path: str,
-        blocks: BlockFile,
-        stream: io.BufferedReader[Any],
-        is_compressed: bool,
-        stack: ExitStack,
-    ) -> None:
-        """stack: ends with the container's use."""
-        self.kind = kind
-        self._path = path
-        self._blocks = blocks
-        self._stream = stream
-        self._is_compressed = is_compressed
-        self._stack = stack
+    kind: Kind
+    path: str
+    blocks: BlockFile
+    stream: io.BufferedReader[Any]
+    is_compressed: bool
+    stack: ExitStack  # ends with the container's use
 
     @property
     def is_read_at_random(self) -> bool:
         """Whether reading rows seeks in the file itself, and so does not record all its digests."""
-        return self.kind in (Kind.PARQUET, Kind.ARROW) and not self._is_compressed
+        return self.kind in (Kind.PARQUET, Kind.ARROW) and not self.is_compressed
 
     @cached_property
     def _columns_place(self) -> Place:
         """Where the bytes of a column format lie, which is read at random."""
-        if not self._is_compressed:
-            return self._blocks
-        copy = self._stack.enter_context(tempfile.NamedTemporaryFile(prefix="prompts-"))
-        while data := self._stream.read(CHUNK_BYTES):
+        if not self.is_compressed:
+            return self.blocks
+        copy = self.stack.enter_context(tempfile.NamedTemporaryFile(prefix="prompts-"))
+        while data := self.stream.read(CHUNK_BYTES):
             try:
                 copy.write(data)
                 copy.flush()
             except OSError as exc:
                 raise InputError(
-                    f"{self._path}: cannot be unpacked to {tempfile.gettempdir()} ({exc}): free "
+                    f"{self.path}: cannot be unpacked to {tempfile.gettempdir()} ({exc}): free "
                     "space there, name another place with TMPDIR, or decompress the file"
                 ) from exc
         return copy.name
 
-    def rows(self, skip: Callable[[int], bool]) -> Iterator[NumberedRow]:
+    def rows(self, skip: Callable[[int], bool] = skip_none) -> Iterator[NumberedRow]:
         """Yield each row's number from 1 (in JSONL, the line) and its JSON; can be called once.
 
         The JSON is None if `skip` is true for the row's index, which counts from 0, and `OVERSIZED`
         if the row has too many bytes. Raises `InputError` if the file cannot be read further.
         """
-        with explained(self._path):
+        with explained(self.path):
             match self.kind:
                 case Kind.JSONL:
-                    yield from _lines(self._stream, skip)
+                    yield from _lines(self.stream, skip)
                 case Kind.JSON_ARRAY:
-                    yield from _elements(self._stream, self._path, skip)
+                    yield from _elements(self.stream, self.path, skip)
                 case Kind.PARQUET:
-                    yield from parquet_rows(self._columns_place, self._path, skip)
+                    yield from parquet_rows(self._columns_place, self.path, skip)
                 case Kind.ARROW:
-                    yield from arrow_rows(self._columns_place, self._path, skip)
+                    yield from arrow_rows(self._columns_place, self.path, skip)
 
     def count_rows(self) -> int:
         """How many rows there are; `rows` cannot be called afterwards."""
         if self.kind is Kind.PARQUET:
-            with explained(self._path):
-                return parquet_num_rows(self._columns_place, self._path)
-        return sum(1 for _ in self.rows(_skip_all))
+            with explained(self.path):
+                return parquet_num_rows(self._columns_place, self.path)
+        return sum(1 for _ in self.rows(lambda index: True))
 
 
 @contextmanager
@@ -220,10 +215,6 @@ def _elements(
         raise InputError(
             f"{path}: a JSON array, but it cannot be read beyond its element {number}: {exc}"
         ) from exc
-
-
-def _skip_all(index: int) -> bool:
-    return True
 
 
 def _open(path: str) -> BinaryIO:

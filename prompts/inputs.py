@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prompts.compression import explained
-from prompts.formats import open_container
+from prompts.formats import open_container, skip_none
 from prompts.types import InputError, RowOrigin
 
 
@@ -49,7 +49,7 @@ def scan_inputs(
 def read_rows(
     files: Iterable[InputFile],
     *,
-    skip: Callable[[int], bool] = lambda ordinal: False,
+    skip: Callable[[int], bool] = skip_none,
     count_parts: CountParts | None = None,
 ) -> Generator[RawRow]:
     """Yields the rows of scanned files in order, except those for whose ordinal `skip` is true.
@@ -76,23 +76,17 @@ def _read(
     file: InputFile, first: int, skip: Callable[[int], bool], count_parts: CountParts | None
 ) -> Iterator[RawRow | None]:
     with open_container(file.path, file.block_digests) as (container, _):
-        if count_parts is None:
-            rows = container.rows(lambda index: skip(first + index))
-            for ordinal, (line, data) in enumerate(rows, start=first):
-                yield (
-                    None
-                    if data is None
-                    else RawRow(
-                        ordinal=ordinal, origin=RowOrigin(source=file.path, line=line), data=data
-                    )
-                )
-            return
+        # A row's parts have ordinals of their own, and are counted before any is skipped.
+        skip_row = skip_none if count_parts else lambda index: skip(first + index)
         ordinal = first
-        for line, data in container.rows(lambda index: False):
-            assert data is not None
-            for part in range(count_parts(data)):
+        for line, data in container.rows(skip_row):
+            parts = (None,) if count_parts is None or data is None else range(count_parts(data))
+            for part in parts:
                 origin = RowOrigin(source=file.path, line=line, part=part)
-                yield (None if skip(ordinal) else RawRow(ordinal=ordinal, origin=origin, data=data))
+                if data is None or (count_parts is not None and skip(ordinal)):
+                    yield None
+                else:
+                    yield RawRow(ordinal=ordinal, origin=origin, data=data)
                 ordinal += 1
 
 
@@ -104,11 +98,7 @@ def _scan(path: str, count_parts: CountParts | None) -> InputFile:
         if count_parts is None:
             num_rows = container.count_rows()
         else:
-            num_rows = sum(
-                count_parts(data)
-                for _, data in container.rows(lambda index: False)
-                if data is not None
-            )
+            num_rows = sum(count_parts(data) for _, data in container.rows() if data is not None)
         with explained(path):
             digest = blocks.drain()
         if not num_rows:

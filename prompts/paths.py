@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import glob
 import os
 from collections.abc import Iterable
@@ -72,7 +73,7 @@ def spool(stream: BinaryIO, path: Path) -> None:
                 "save it to a file and name that"
             ) from exc
         if path.exists():
-            if size_bytes and not _are_equal(path, new):
+            if size_bytes and not filecmp.cmp(path, new, shallow=False):
                 raise InputError(
                     f"standard input is not what {path} holds of an earlier run: "
                     "pipe in the same again, or nothing, or name another --out"
@@ -117,13 +118,3 @@ def _read_json(path: str) -> Any:
         return None
     except (OSError, orjson.JSONDecodeError) as exc:
         raise InputError(f"{path}: cannot be read ({exc})") from exc
-
-
-def _are_equal(first: Path, second: Path) -> bool:
-    if first.stat().st_size != second.stat().st_size:
-        return False
-    with open(first, "rb") as left, open(second, "rb") as right:
-        while data := left.read(CHUNK_BYTES):
-            if data != right.read(len(data)):
-                return False
-    return True

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Final
 
 from prompts.inputs import RawRow
@@ -37,11 +36,15 @@ Results = list[Prompt | BadRow]
 class RendererPool:
     """`num_workers` processes that each load the tokenizer once."""
 
-    def __init__(self, renderer: Renderer, *, num_workers: int) -> None:
+    def __init__(
+        self, renderer: Renderer, *, num_workers: int, batch_rows: int = BATCH_ROWS
+    ) -> None:
         """`renderer`: the one of this process. The worker processes start with the first rows, and
-        fail if they load another tokenizer or chat template."""
+        fail if they load another tokenizer or chat template. `batch_rows`: maximum rows of a batch.
+        """
         assert renderer.source is not None
         self.num_workers = num_workers
+        self._batch_rows = batch_rows
         self._is_closed = False
         # Not by fork: this process has threads, and so have the libraries that it uses.
         context = multiprocessing.get_context("spawn")
@@ -63,12 +66,7 @@ class RendererPool:
     def __enter__(self) -> RendererPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_closed = True
         self._ours.close()
         self._theirs.close()
@@ -83,7 +81,7 @@ class RendererPool:
         """
         ahead: deque[Future[Results]] = deque()
         try:
-            for batch in _batches(rows):
+            for batch in _batches(rows, self._batch_rows):
                 ahead.append(self._executor.submit(_read, batch))
                 if len(ahead) >= BATCHES_AHEAD * self.num_workers:
                     yield from ahead.popleft().result()
@@ -103,13 +101,13 @@ class RendererPool:
                 future.cancel()
 
 
-def _batches(rows: Iterable[RawRow]) -> Iterator[Batch]:
+def _batches(rows: Iterable[RawRow], max_rows: int) -> Iterator[Batch]:
     batch: Batch = []
     size_bytes = 0
     for row in rows:
         batch.append(row)
         size_bytes += len(row.data)
-        if len(batch) == BATCH_ROWS or size_bytes >= BATCH_BYTES:
+        if len(batch) == max_rows or size_bytes >= BATCH_BYTES:
             yield batch
             batch, size_bytes = [], 0
     if batch:

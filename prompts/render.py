@@ -18,7 +18,7 @@ from prompts.dialects import Ids, RenderedText, check_parts, decode_row, label_o
 from prompts.inputs import RawRow
 from prompts.reading_options import DEFAULTS, ReadingOptions
 from prompts.thinking import THINK_END
-from prompts.token_bound import BYTES_PER_TOKEN, MAX_WHOLE_CHARS, TokenBound
+from prompts.token_bound import BYTES_PER_TOKEN, TokenBound
 from prompts.token_offsets import Encoding, Span, has_split_start, mark_spans
 from prompts.tokenizer import ChatTokenizer
 from prompts.types import Alteration, BadRow, Prompt, RowError, RowReason
@@ -72,7 +72,7 @@ class Renderer:
         self.bound = bound
         #: What another process can load the same tokenizer from; None where it was handed over.
         self.source: str | None = None
-        self._tokenizer: ChatTokenizer | None = None
+        self.tokenizer: ChatTokenizer | None = None
         self._finder: SpanFinder | None = None
         if tokenizer is not None:
             self._use(ChatTokenizer(tokenizer, self.options.template))
@@ -97,30 +97,25 @@ class Renderer:
         return renderer
 
     def _use(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._finder = SpanFinder(tokenizer)
-
-    @property
-    def tokenizer(self) -> ChatTokenizer | None:
-        """What it renders with."""
-        return self._tokenizer
 
     @property
     def tokenizer_digest(self) -> str:
         """Digest of all that decides which tokens a text gives, or "none"."""
-        return NO_DIGEST if self._tokenizer is None else self._tokenizer.digest
+        return NO_DIGEST if self.tokenizer is None else self.tokenizer.digest
 
     @property
     def template_digest(self) -> str:
         """Digest of the chat template's text, or "none"."""
-        if self._tokenizer is None or self._tokenizer.template is None:
+        if self.tokenizer is None or self.tokenizer.template is None:
             return NO_DIGEST
-        return xxhash.xxh3_128_hexdigest(self._tokenizer.template.encode())
+        return xxhash.xxh3_128_hexdigest(self.tokenizer.template.encode())
 
     @property
     def now(self) -> str | None:
         """The time that the chat template gets, in ISO 8601; None if it does not read the clock."""
-        if self._tokenizer is None or not self._tokenizer.reads_clock:
+        if self.tokenizer is None or not self.tokenizer.reads_clock:
             return None
         assert self.options.template.now is not None
         return self.options.template.now.isoformat()
@@ -128,7 +123,7 @@ class Renderer:
     @property
     def vocab_size(self) -> int | None:
         """Tokens that the tokenizer knows, added ones included; None without a tokenizer."""
-        return None if self._tokenizer is None else len(self._tokenizer)
+        return None if self.tokenizer is None else len(self.tokenizer)
 
     def prompt_from(self, row: RawRow) -> Prompt | BadRow:
         """The row's prompt; never raises for what is in the row."""
@@ -157,7 +152,7 @@ class Renderer:
                 return _Draft(
                     row=row, label=label, text=None, ids=item, alterations=item.alterations
                 )
-            if self._tokenizer is None or self._finder is None:
+            if self.tokenizer is None or self._finder is None:
                 detail = "needs a tokenizer: pass --tokenizer"
                 raise RowError(RowReason.RENDER_FAILED, detail)
             if isinstance(item, RenderedText):
@@ -166,13 +161,13 @@ class Renderer:
                     row=row,
                     label=label,
                     text=item.text,
-                    alterations=_remarks(self._tokenizer, item.text),
+                    alterations=_remarks(self.tokenizer, item.text),
                 )
             if row.origin.part is not None:
                 check_parts(item, len(row.data))
                 item = up_to_answer(item, row.origin.part)
             self._check_length(list(map(_shown_of, item.turns)))
-            reader = ConversationReader(self._tokenizer, self._finder, self.options, item)
+            reader = ConversationReader(self.tokenizer, self._finder, self.options, item)
             text, spans = reader.text_and_spans()
             self._check_length([text])
         except RowError as exc:
@@ -189,22 +184,22 @@ class Renderer:
     def _check_length(self, texts: Sequence[str]) -> None:
         """Raises `RowError` (too_long, row_too_large) if the prompt's texts alone are too long."""
         bound = self.bound
-        assert self._tokenizer is not None
+        assert self.tokenizer is not None
         if bound.keeps_beginning or bound.is_near(texts):
             return
-        if len(texts) > bound.too_many or self._tokenizer.has_more_tokens(texts, bound.too_many):
+        if len(texts) > bound.too_many or self.tokenizer.has_more_tokens(texts, bound.too_many):
             raise RowError(RowReason.TOO_LONG, f"more than {bound.too_many} tokens")
-        if sum(map(len, texts)) > max(MAX_WHOLE_CHARS, BYTES_PER_TOKEN * bound.max_tokens):
-            detail = f"more than {MAX_WHOLE_CHARS} characters, in few and long tokens"
+        if sum(map(len, texts)) > max(bound.max_whole_chars, BYTES_PER_TOKEN * bound.max_tokens):
+            detail = f"more than {bound.max_whole_chars} characters, in few and long tokens"
             raise RowError(RowReason.ROW_TOO_LARGE, detail)
 
     def _encoding(self, draft: _Draft | BadRow) -> Encoding | BadRow | None:
-        if isinstance(draft, BadRow) or draft.text is None or self._tokenizer is None:
+        if isinstance(draft, BadRow) or draft.text is None or self.tokenizer is None:
             return None
         if not self.bound.keeps_beginning or self.bound.is_near([draft.text]):
-            return self._tokenizer.encode(draft.text)
+            return self.tokenizer.encode(draft.text)
         try:
-            return self._tokenizer.encode_beginning(draft.text, self.bound.max_tokens)
+            return self.tokenizer.encode_beginning(draft.text, self.bound)
         except RowError as exc:
             return _bad_row(draft.row, draft.label, exc)
 
@@ -239,8 +234,8 @@ class Renderer:
         if draft.ids is not None:
             ids, mask = draft.ids.input_ids, draft.ids.loss_mask
             return ids, np.ones(ids.size, dtype=np.uint8) if mask is None else mask
-        assert self._tokenizer is not None and encoding is not None
-        _check_beginning(self._tokenizer, encoding)
+        assert self.tokenizer is not None and encoding is not None
+        _check_beginning(self.tokenizer, encoding)
         ids = np.array(encoding.ids, dtype=np.int32)
         if draft.spans is None:
             return ids, np.ones(ids.size, dtype=np.uint8)

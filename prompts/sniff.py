@@ -23,7 +23,7 @@ def require_rows(path: str) -> None:
         if container.kind in (Kind.PARQUET, Kind.ARROW):
             return  # its rows are objects by their nature
         first: tuple[bytes, RowError] | None = None
-        for _, data in islice(container.rows(lambda index: False), NUM_ROWS):
+        for _, data in islice(container.rows(), NUM_ROWS):
             assert data is not None
             if data == OVERSIZED:
                 return  # its format is unknown; the row fails when it is read
@@ -73,7 +73,7 @@ def _absent(
         if not missing:
             break
         with open_container(path) as (container, _):
-            for _, data in container.rows(lambda index: False):
+            for _, data in container.rows():
                 if not missing:
                     break
                 assert data is not None

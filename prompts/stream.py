@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 from prompts.dialects import count_parts
+from prompts.formats import skip_none
 from prompts.inputs import CountParts, InputFile, RawRow, read_rows
 from prompts.reading_options import ReadingOptions, Thinking
 from prompts.render import Renderer
 from prompts.types import BadRow, Prompt
-
-
-def _skip_none(ordinal: int) -> bool:
-    return False
 
 
 def parts_counter(options: ReadingOptions) -> CountParts | None:
@@ -26,7 +23,7 @@ def raw_rows(
     files: Iterable[InputFile],
     options: ReadingOptions,
     *,
-    skip: Callable[[int], bool] = _skip_none,
+    skip: Callable[[int], bool] = skip_none,
 ) -> Generator[RawRow]:
     """The rows, or the parts that they expand to, as `options` ask for. Raises `InputError`."""
     return read_rows(files, skip=skip, count_parts=parts_counter(options))
@@ -36,7 +33,7 @@ def read_prompts(
     files: Iterable[InputFile],
     renderer: Renderer,
     *,
-    skip: Callable[[int], bool] = _skip_none,
+    skip: Callable[[int], bool] = skip_none,
 ) -> Iterator[Prompt | BadRow]:
     """Yields each row of the scanned files once, in order, unless `skip` says yes to its ordinal.
 

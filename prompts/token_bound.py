@@ -39,6 +39,7 @@ class TokenBound:
 
     max_tokens: int = MAX_TOKENS
     keeps_beginning: bool = False  # else the row fails
+    max_whole_chars: int = MAX_WHOLE_CHARS
 
     @property
     def too_many(self) -> int:

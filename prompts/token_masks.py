@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from prompts.training import IGNORED_LABEL, TOKEN_MASKS
-from prompts.types import RowError, RowReason
+from prompts.types import RowError, RowReason, is_list_of
 
 #: Columns with the ids of a prompt and of its answer, as TRL names them.
 ID_PAIR: Final = ("prompt_ids", "completion_ids")
@@ -157,7 +157,7 @@ def _packed(name: str) -> RowError:
 
 
 def _marks(name: str, value: object, num_tokens: int, reason: RowReason) -> Marks:
-    if not _is_flat(value, {int, bool, float}) or not {0, 1}.issuperset(value):
+    if not is_list_of(value, int, bool, float) or not {0, 1}.issuperset(value):
         raise RowError(reason, f"{name} is not a flat list of 0 and 1")
     _check_length(name, value, num_tokens, reason)
     return np.array(value, dtype=np.uint8)
@@ -165,17 +165,12 @@ def _marks(name: str, value: object, num_tokens: int, reason: RowReason) -> Mark
 
 def _numbers(name: str, value: object, num_tokens: int, reason: RowReason) -> npt.NDArray[np.int64]:
     # Whole floats: pandas makes them of a column that has nulls.
-    if not _is_flat(value, {int, float}) or not all(
+    if not is_list_of(value, int, float) or not all(
         -(2**63) <= number < 2**63 and number == int(number) for number in value
     ):
         raise RowError(reason, f"{name} is not a flat list of integers")
     _check_length(name, value, num_tokens, reason)
     return np.array(value, dtype=np.int64)
-
-
-def _is_flat(value: object, types: set[type]) -> TypeGuard[list[int]]:
-    # Compare exact types, since isinstance treats `True` as an int.
-    return isinstance(value, list) and types.issuperset(map(type, value))
 
 
 def _check_length(name: str, value: Sequence[object], num_tokens: int, reason: RowReason) -> None:

@@ -32,7 +32,7 @@ from prompts.messages import (
     shows_tool_call,
 )
 from prompts.reading_options import TemplateOptions
-from prompts.token_bound import BYTES_PER_TOKEN, MAX_WHOLE_CHARS
+from prompts.token_bound import BYTES_PER_TOKEN, TokenBound
 from prompts.token_offsets import Encoding, Span, TokenPlaces
 from prompts.types import RowError, RowReason, TokenizerError
 
@@ -56,11 +56,7 @@ _SAMPLE: Final = "Hello,  world\n\n é漢🙂 1234 def f(x):\n\treturn x"
 class ChatTokenizer:
     """Renders turns to text and text to tokens, adding no special token of its own."""
 
-    def __init__(
-        self,
-        hf_tokenizer: Any,
-        template: TemplateOptions,
-    ) -> None:
+    def __init__(self, hf_tokenizer: Any, template: TemplateOptions) -> None:
         """`hf_tokenizer`: one of transformers. Raises `TokenizerError` if jinja2 is missing."""
         self._hf = hf_tokenizer
         # Only the tokenizers library says where in a text its tokens lie.
@@ -73,19 +69,16 @@ class ChatTokenizer:
         self.has_generation_blocks = bool(GENERATION_BLOCK.search(self.template or ""))
         #: What asking for a generation prompt adds: the header of an assistant turn, or nothing.
         self.generation_prompt = ""
-        self._form = MessageForm()
+        #: What the chat template takes.
+        self.form = MessageForm()
         if self.template is not None:
             self.generation_prompt = self._probe()
-            self._form = self._probed_form()
+            self.form = self._probed_form()
         self._encode_fast = self._backend() if self._is_fast else None
 
     @classmethod
     def load(
-        cls,
-        path_or_name: str,
-        template: TemplateOptions,
-        *,
-        trust_remote_code: bool = False,
+        cls, path_or_name: str, template: TemplateOptions, *, trust_remote_code: bool = False
     ) -> ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
@@ -133,11 +126,6 @@ class ChatTokenizer:
         except Exception:  # rendering fails as well, with a better message
             return False
 
-    @property
-    def form(self) -> MessageForm:
-        """What the chat template takes."""
-        return self._form
-
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the chat template writes tool definitions."""
@@ -183,7 +171,7 @@ class ChatTokenizer:
         self, turns: Sequence[ChatTurn], *, generation_prompt: bool, tools: Sequence[Any] = ()
     ) -> str:
         """The turns as the model's chat template writes them. Raises `RowError` (render_failed)."""
-        return self._render(turns, self._form, generation_prompt=generation_prompt, tools=tools)
+        return self._render(turns, self.form, generation_prompt=generation_prompt, tools=tools)
 
     def _render(
         self,
@@ -228,7 +216,7 @@ class ChatTokenizer:
         # Not the mask that `apply_chat_template` returns: that ends, without a word, at the first
         # block that begins with a space, as trimmed offsets leave that space to no token.
         texts, spans = render_jinja_template(
-            conversations=[as_messages(turns, self._form)],
+            conversations=[as_messages(turns, self.form)],
             tools=list(tools) or None,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
@@ -268,20 +256,21 @@ class ChatTokenizer:
                     return True
         return False
 
-    def encode_beginning(self, text: str, num_tokens: int) -> Encoding:
-        """Tokenise enough of the beginning of a text to fix its first `num_tokens` tokens.
+    def encode_beginning(self, text: str, bound: TokenBound) -> Encoding:
+        """Tokenise enough of the beginning of a text to fix its first `bound.max_tokens` tokens.
 
         They are fixed once enough words follow, since a tokenizer looks ahead at most into the next
-        word. Raises `RowError` (too_long) if that takes more than `MAX_WHOLE_CHARS` characters.
+        word. Raises `RowError` (too_long) if that takes more than `bound.max_whole_chars`
+        characters.
         """
-        num_chars = BYTES_PER_TOKEN * num_tokens
+        num_chars = BYTES_PER_TOKEN * bound.max_tokens
         while num_chars < len(text):
             beginning = text[:num_chars]
             if self._encode_fast is not None:
                 encoded = self._encode_fast(beginning)
-                if self._num_words(encoded, num_tokens) > WORDS_BEHIND:
+                if self._num_words(encoded, bound.max_tokens) > WORDS_BEHIND:
                     return self._encoding(beginning, encoded)
-                if num_chars >= MAX_WHOLE_CHARS:
+                if num_chars >= bound.max_whole_chars:
                     detail = f"more than {num_chars} characters without words: cut it before"
                     raise RowError(RowReason.TOO_LONG, detail)
             num_chars *= 2

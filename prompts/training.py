@@ -18,7 +18,7 @@ import orjson
 
 from prompts.token_bound import parse_json
 from prompts.tools import NOTHING
-from prompts.types import RowError, RowReason
+from prompts.types import RowError, RowReason, is_list_of
 
 #: Flag of a turn or a whole row -> whether 1 or true means that it is trained.
 FLAGS: Final[Mapping[str, bool]] = {
@@ -335,12 +335,12 @@ def _is_zero_or_one(value: object) -> bool:
 
 
 def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and {int, bool, float}.issuperset(map(type, value))
+    return is_list_of(value, int, bool, float)
 
 
 def _has_numbers(value: object) -> bool:
     is_number = isinstance(value, int | float) and value is not False
-    return is_number or (isinstance(value, list) and _is_numbers(value))
+    return is_number or _is_numbers(value)
 
 
 def _text_speaks(value: str) -> bool:
@@ -348,7 +348,7 @@ def _text_speaks(value: str) -> bool:
 
 
 def _flag(where: str, name: str, value: object) -> bool:
-    if isinstance(value, int | float) and value in (0, 1):
+    if _is_zero_or_one(value):
         return bool(value)
     kind = " but text" if isinstance(value, str) else ""
     detail = (

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -216,6 +216,12 @@ def prompt_key(ids: npt.NDArray[np.integer], mask: npt.NDArray[np.integer]) -> s
     digest.update(np.ascontiguousarray(ids, dtype="<i4").tobytes())
     digest.update(np.ascontiguousarray(mask, dtype=np.uint8).tobytes())
     return digest.hexdigest()
+
+
+def is_list_of(value: object, *types: type) -> TypeGuard[list[Any]]:
+    """Whether it is a list whose items are of these types, and not of types derived from them:
+    `True` is no int."""
+    return isinstance(value, list) and set(types).issuperset(map(type, value))
 
 
 def kind_of(value: object) -> str:

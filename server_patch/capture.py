@@ -11,12 +11,16 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any, Protocol
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch
 
 from server_patch import sglang_api
+from server_patch.capture_audit import PointsAudit
+from server_patch.capture_points import CapturePoints
+from server_patch.layer_hooks import LastLayerProbe, LayerHooks
+from server_patch.norm_probe import NormProbe
 from server_patch.spans import is_ours
 from server_patch.staging import States
 from server_patch.tap import Tap
@@ -24,75 +28,9 @@ from server_patch.tap import Tap
 logger = logging.getLogger(__name__)
 
 
-class Points(Protocol):
-    """Captures the states at some boundaries: by the engine (`capture_points`) or by hooks
-    (`layer_hooks`)."""
-
-    boundaries: tuple[int, ...]
-    method: str  # as READY.json has it
-
-    def active(self) -> AbstractContextManager[None]:
-        """Forwards inside the block are captured."""
-
-    def split(self, result: Any) -> tuple[Any, Any]:
-        """(what the plain forward returns, the states or None) of the forward in `active`."""
-
-
-class Probe(Protocol):
-    """Keeps h[n] of one forward."""
-
-    def listen(self) -> None:
-        """Prepare to keep h[n] of the next forward."""
-
-    def take(self) -> torch.Tensor | None:
-        """h[n] [T, H] of the forward since `listen`, or None if the model did not show it."""
-
-
-class NormProbe:
-    """Keeps h[n], the residual that the final norm adds up; the engine does not return it."""
-
-    def __init__(self, norm: Any) -> None:
-        self._listening = False
-        self._seen: torch.Tensor | None = None
-        norm.register_forward_hook(self._after_norm)
-
-    def listen(self) -> None:
-        self._seen = None
-        self._listening = True
-
-    def take(self) -> torch.Tensor | None:
-        """h[n] [T, H] of the forward since `listen`, or None if the norm did not show it.
-
-        Not a copy: good until the next kernel on this stream that writes to it.
-        """
-        seen, self._seen, self._listening = self._seen, None, False
-        return seen
-
-    def _after_norm(self, _module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if not self._listening:
-            return
-        # Raised here, an error would be the model's.
-        with suppress(Exception):
-            if isinstance(output, tuple):
-                # The fused kernel adds the residual in place and returns the sum.
-                self._seen = output[1]
-            elif inputs and inputs[0].data_ptr() != output.data_ptr():
-                # No residual apart: the input is h[n], unless the norm overwrote it.
-                self._seen = inputs[0]
-
-
-class ForwardAudit(Protocol):
-    """Compares the captured states of one forward with the inputs of its layers; see
-    `capture_audit`."""
-
-    def tracing(self) -> AbstractContextManager[None]:
-        """Watches the forward inside the block."""
-
-    def find_fault(self, boundaries: Sequence[int], hidden: Any, aux: Any) -> str | None:
-        """Describe the error in the states `aux` of that forward; None without one. Never raises.
-
-        hidden: the result of the plain forward.
-        """
+Points = CapturePoints | LayerHooks
+#: Keeps h[n] of one forward.
+Probe = NormProbe | LastLayerProbe
 
 
 class Capture:
@@ -105,7 +43,7 @@ class Capture:
         points: Points,
         rid_prefix: str,
         shares_forward: bool,
-        audit: ForwardAudit | None = None,
+        audit: PointsAudit | None = None,
     ) -> None:
         """shares_forward: under DP attention the ranks of one forward hold different requests, and
         capturing may complete a reduction over all of them. They must then decide alike, by what
@@ -206,15 +144,12 @@ def _refuse(tap: Tap, rids: Sequence[str], reason: str) -> None:
         logger.exception("hidden states: cannot record an error of the capture: %s", reason)
 
 
-class Runner(Protocol):
-    """Runs the forwards of a model in place of the model itself."""
-
-    def run(self, forward_batch: Any, call: Callable[[], Any]) -> Any:
-        """Run the original forward, `call()`, and return its plain result."""
+#: Runs the forward of a batch, given the original forward of that batch; returns its plain result.
+Run = Callable[[Any, Callable[[], Any]], Any]
 
 
-def install(inner: Any, runner: Runner) -> Callable[[], None]:
-    """Replace `inner.forward` on the instance by one that goes through `runner`.
+def install(inner: Any, run: Run) -> Callable[[], None]:
+    """Replace `inner.forward` on the instance by one that goes through `run`.
 
     Returns a function that restores the original. Raises EngineError.
     """
@@ -232,7 +167,7 @@ def install(inner: Any, runner: Runner) -> Callable[[], None]:
             forward_batch = kwargs["forward_batch"]
         else:
             forward_batch = args[position]
-        return runner.run(forward_batch, lambda: original(*args, **kwargs))
+        return run(forward_batch, lambda: original(*args, **kwargs))
 
     inner.forward = forward
 

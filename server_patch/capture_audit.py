@@ -25,8 +25,8 @@ from typing import Any
 
 from server_patch import sglang_api
 from server_patch.capture_points import Parts
-from server_patch.layer_hooks import LayerSignature
-from server_patch.layer_trace import LayerTrace, Proven
+from server_patch.layer_hooks import LayerSignature, Proven
+from server_patch.layer_trace import LayerTrace
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final
 
 FORMAT_VERSION: Final = 1
 DUMP_SUFFIX: Final = ".safetensors"
@@ -60,9 +60,9 @@ TENSOR_ORDER: Final = ("aux", "last", "last_pre", "input_ids")
 #: Bytes per element of each dtype a dump may hold.
 ITEM_BYTES: Final[Mapping[str, int]] = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 STATE_DTYPES: Final = ("BF16", "F16", "F32")
+MAX_HIDDEN_SIZE: Final = 1 << 24
 
-LastKind = Literal["post", "pre", "both"]
-#: Which state tensors each last kind stores beside `aux`.
+#: Last kind -> the state tensors that it stores beside `aux`.
 LAST_TENSORS: Final[Mapping[str, tuple[str, ...]]] = {
     "post": ("last",),
     "pre": ("last_pre",),
@@ -95,27 +95,44 @@ class StateLayout:
     boundaries: tuple[int, ...]  # ascending boundary indices held in `aux`
     hidden_size: int
     dtype: str  # safetensors name of the states' dtype, one of STATE_DTYPES
-    last_kind: LastKind
+    last_kind: str  # post, pre or both
 
     def __post_init__(self) -> None:
-        if self.hidden_size < 1:
-            raise DumpFormatError(f"hidden_size must be >= 1, is {self.hidden_size}")
-        if list(self.boundaries) != sorted(set(self.boundaries)) or not self.boundaries:
-            raise DumpFormatError(f"boundaries must ascend and not repeat: {self.boundaries}")
+        if not 1 <= self.hidden_size <= MAX_HIDDEN_SIZE:
+            raise DumpFormatError(
+                f"hidden_size must be 1 to {MAX_HIDDEN_SIZE}, is {self.hidden_size}"
+            )
+        ascends = list(self.boundaries) == sorted(set(self.boundaries))
+        if not self.boundaries or self.boundaries[0] < 0 or not ascends:
+            shown = str(self.boundaries)[:80]
+            raise DumpFormatError(f"boundaries must be >= 0, ascend and not repeat: {shown}")
         if self.dtype not in STATE_DTYPES:
-            raise DumpFormatError(f"dtype must be one of {STATE_DTYPES}, is {self.dtype!r}")
+            raise DumpFormatError(f"dtype must be one of {STATE_DTYPES}, is {self.dtype[:80]!r}")
         if self.last_kind not in LAST_TENSORS:
-            raise DumpFormatError(f"last_kind must be post, pre or both, is {self.last_kind!r}")
+            raise DumpFormatError(
+                f"last_kind must be post, pre or both, is {self.last_kind[:80]!r}"
+            )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state tensors, in file order."""
+        return ("aux", *LAST_TENSORS[self.last_kind])
+
+    def state_width(self, name: str) -> int:
+        """Elements per row of one state tensor."""
+        return self.hidden_size * (len(self.boundaries) if name == "aux" else 1)
 
     def tensor_shapes(self, rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """name -> (dtype, shape) of the tensors of `rows` tokens, in file order."""
-        return tensor_shapes(
-            rows=rows,
-            num_boundaries=len(self.boundaries),
-            hidden_size=self.hidden_size,
-            dtype=self.dtype,
-            last_kind=self.last_kind,
-        )
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (self.dtype, (rows, self.state_width(name))) for name in self.state_names
+        }
+        return {**shapes, "input_ids": ("I32", (rows,))}
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Data bytes that one token adds to a dump: its states and its id."""
+        return sum(_size_bytes(dtype, shape) for dtype, shape in self.tensor_shapes(1).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +253,7 @@ class CaptureInfo:
 
     plugin_version: str
     boundaries: tuple[int, ...]  # read back from the armed model, not merely asked for
-    last_kind: LastKind
+    last_kind: str  # post, pre or both
     method: str  # e.g. "set_eagle3_layers_to_capture"
     rid_prefix: str
     ring_bytes: int  # pinned (or plain, on CPU) staging memory
@@ -315,34 +332,8 @@ _READY_KEYS: Final[Mapping[str, str]] = {
 }
 
 
-def tensor_shapes(
-    *, rows: int, num_boundaries: int, hidden_size: int, dtype: str, last_kind: str
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """name -> (dtype, shape) of the tensors `rows` tokens give, in file order."""
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "aux": (dtype, (rows, num_boundaries * hidden_size))
-    }
-    for name in LAST_TENSORS[last_kind]:
-        shapes[name] = (dtype, (rows, hidden_size))
-    shapes["input_ids"] = ("I32", (rows,))
-    return shapes
-
-
-def bytes_per_token(*, num_boundaries: int, hidden_size: int, dtype: str, last_kind: str) -> int:
-    """Data bytes one token adds to a dump: states of every boundary and last kind, and its id."""
-    shapes = tensor_shapes(
-        rows=1,
-        num_boundaries=num_boundaries,
-        hidden_size=hidden_size,
-        dtype=dtype,
-        last_kind=last_kind,
-    )
-    return sum(_size_bytes(dtype, shape) for dtype, shape in shapes.values())
-
-
 def encode_header(header: DumpHeader) -> bytes:
     """The bytes before the data: the length word and the padded JSON header."""
-    offset = 0
     document: dict[str, Any] = {
         "__metadata__": {
             "format_version": str(FORMAT_VERSION),
@@ -357,16 +348,9 @@ def encode_header(header: DumpHeader) -> bytes:
             "rank": str(header.rank),
             "counter": str(header.counter),
             **({} if header.weights is None else {"weights": header.weights}),
-        }
+        },
+        **_tensor_entries(header),
     }
-    for name, (dtype, shape) in header.tensor_shapes().items():
-        size = _size_bytes(dtype, shape)
-        document[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
     text = json.dumps(document, separators=(",", ":")).encode()
     padding = -(8 + len(text)) % DATA_ALIGNMENT
     encoded = struct.pack("<Q", len(text) + padding) + text + b" " * padding
@@ -404,7 +388,7 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
                 boundaries=tuple(int(b) for b in metadata["boundaries"].split(",")),
                 hidden_size=int(metadata["hidden_size"]),
                 dtype=str(metadata["dtype"]),
-                last_kind=cast(LastKind, metadata["last_kind"]),
+                last_kind=str(metadata["last_kind"]),
             ),
             boot_id=str(metadata["boot_id"]),
             rank=int(metadata["rank"]),
@@ -416,25 +400,32 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DumpFormatError(f"unreadable dump header: {error!r}") from error
     spans: dict[str, TensorSpan] = {}
-    begin = 8 + length
-    for name, (dtype, shape) in header.tensor_shapes().items():
-        end = begin + _size_bytes(dtype, shape)
+    end = 8 + length
+    for name, expected in _tensor_entries(header).items():
         stated = document.get(name)
-        expected = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [begin - 8 - length, end - 8 - length],
-        }
         if stated != expected:
             raise DumpFormatError(f"tensor {name!r} is stated as {stated}, must be {expected}")
-        spans[name] = TensorSpan(dtype=dtype, shape=shape, begin=begin, end=end)
-        begin = end
+        begin, end = (8 + length + offset for offset in expected["data_offsets"])
+        spans[name] = TensorSpan(
+            dtype=expected["dtype"], shape=tuple(expected["shape"]), begin=begin, end=end
+        )
     extra = set(document) - set(spans) - {"__metadata__"}
     if extra:
         raise DumpFormatError(f"unexpected tensors {sorted(extra)}")
-    if begin != file_bytes:
-        raise DumpFormatError(f"file has {file_bytes} bytes, its header describes {begin}")
+    if end != file_bytes:
+        raise DumpFormatError(f"file has {file_bytes} bytes, its header describes {end}")
     return Dump(header=header, tensors=spans, size_bytes=file_bytes)
+
+
+def _tensor_entries(header: DumpHeader) -> dict[str, dict[str, Any]]:
+    """The tensors of a dump, as its JSON header states them."""
+    entries: dict[str, dict[str, Any]] = {}
+    begin = 0
+    for name, (dtype, shape) in header.tensor_shapes().items():
+        end = begin + _size_bytes(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    return entries
 
 
 def open_dump(path: Path) -> int:

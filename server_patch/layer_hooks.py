@@ -15,12 +15,13 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
 
-from server_patch.capture import NormProbe, Probe
 from server_patch.capture_points import ArmError, CapturePoints, Parts
+from server_patch.norm_probe import NormProbe
 
 #: The name of this way of capturing in READY.json.
 METHOD: Final = "decoder_layer_hooks"
@@ -100,6 +101,14 @@ def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, rest, first) if rest else first.clone()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Proven:
+    """The facts that hooks on the layers need to capture the stream."""
+
+    stream: Stream
+    consumers: list[Any]  # per layer, the module within it that takes its state
+
+
 class LayerHooks:
     """Capture points by hooks; the counterpart of `capture_points.CapturePoints`."""
 
@@ -109,23 +118,21 @@ class LayerHooks:
         self,
         parts: Parts,
         boundaries: Sequence[int],
+        proven: Proven,
         *,
-        stream: Stream,
-        consumers: Sequence[Any],
         instead_of: CapturePoints | None = None,
     ) -> None:
-        """consumers: per layer of the model, the module within it that takes the layer's state.
-        instead_of: capture points that stay in use, because those of other ranks do; their
+        """instead_of: capture points that stay in use, because those of other ranks do; their
             states are dropped.
         Raises ArmError.
         """
         self._instead_of = instead_of
         self.boundaries = tuple(boundaries)
         self._parts = parts
-        self._stream: Stream = stream
+        self._stream = proven.stream
         layers = [parts.inner.layers[boundary] for boundary in boundaries]
         self._layers = [(layer, LayerSignature(layer)) for layer in layers]
-        self._consumers = [consumers[boundary] for boundary in boundaries]
+        self._consumers = [proven.consumers[boundary] for boundary in boundaries]
         self._states: list[torch.Tensor | None] = []
         #: Storage that each boundary's consumer has still to be given.
         self._owed: list[set[int]] = []
@@ -165,7 +172,7 @@ class LayerHooks:
             return result, None
         return result, taken
 
-    def probe(self) -> Probe:
+    def probe(self) -> NormProbe | LastLayerProbe:
         """A probe for h[n] of the same model."""
         if self._stream == "apart":
             return NormProbe(self._parts.final_norm())
@@ -208,8 +215,7 @@ def owed(stream: Stream, hidden: torch.Tensor, residual: torch.Tensor | None) ->
 
 
 class LastLayerProbe:
-    """Keeps h[n], computed from the output of the last layer; the counterpart of
-    `capture.NormProbe`."""
+    """Keeps h[n], computed from the output of the last layer; the counterpart of `NormProbe`."""
 
     def __init__(self, parts: Parts, stream: Stream) -> None:
         self._layer = parts.inner.layers[-1]

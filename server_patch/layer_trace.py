@@ -15,6 +15,7 @@ import torch
 from server_patch.capture_points import ArmError, Parts
 from server_patch.layer_hooks import (
     LayerSignature,
+    Proven,
     Stream,
     owed,
     states_given,
@@ -28,14 +29,6 @@ _STREAMS: Final[tuple[Stream, ...]] = ("sum", "plain", "apart")
 _ROWS: Final = 16
 #: Share of elements that must agree.
 _MOST: Final = 0.99
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proven:
-    """The facts that hooks on the layers need to capture the stream."""
-
-    stream: Stream
-    consumers: list[Any]  # per layer, the module that takes its state
 
 
 @dataclass(kw_only=True)

@@ -70,7 +70,7 @@ class RingSlot:
         self.index = index  # it begins at byte index * slot_bytes of the ring
         # Where its content still is, between staging and copying: the stager's own business.
         self.source: Any = None
-        self.uses = 0
+        self.uses = 0  # calls of `Ring.release` after which it is free
 
 
 class Ring:
@@ -116,12 +116,9 @@ class Ring:
             if not self._free:
                 return None
             slot = self._free.pop()
+            slot.uses = 1
             self._peak_slots = max(self._peak_slots, self.plan.num_slots - len(self._free))
             return slot
-
-    def hold(self, slot: RingSlot, uses: int) -> None:
-        """Set the number of `release` calls after which the slot is free."""
-        slot.uses = uses
 
     def release(self, slot: RingSlot) -> None:
         """One use of the slot is over."""

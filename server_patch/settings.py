@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
-from server_patch.dump_format import LAST_TENSORS, LastKind
+from server_patch.dump_format import LAST_TENSORS
 
 DUMP_DIR: Final = "SGLANG_HS_DUMP_DIR"
 BOUNDARIES: Final = "SGLANG_HS_BOUNDARIES"
@@ -62,7 +62,7 @@ class Settings:
 
     dump_dir: Path  # absolute; one directory per server start is made below it
     boundaries: tuple[int, ...] | None = None  # ascending; None: the EAGLE-3 default
-    last_kind: LastKind = "post"
+    last_kind: str = "post"  # post, pre or both
     rid_prefix: str = DEFAULT_RID_PREFIX  # requests without it are counted, never written
     writers: WriterSettings = WriterSettings()
     file_mode: int = DEFAULT_FILE_MODE  # permission bits of every file
@@ -76,8 +76,6 @@ class Settings:
             _check_boundaries(self.boundaries)
         if self.last_kind not in LAST_TENSORS:
             raise SettingsError(f"{LAST} must be post, pre or both, is {self.last_kind!r}")
-        if not self.rid_prefix:
-            raise SettingsError(f"{RID_PREFIX} must not be empty: every request would be dumped")
         if self.file_mode & ~0o666 or self.file_mode & 0o600 != 0o600:
             raise SettingsError(
                 f"{FILE_MODE} must be octal, 600 with read or write bits for group and others, "
@@ -107,7 +105,7 @@ class Settings:
         return cls(
             dump_dir=Path(dump_dir),
             boundaries=_parse_boundaries(environ.get(BOUNDARIES, "").strip() or EAGLE3),
-            last_kind=cast(LastKind, environ.get(LAST, "").strip() or "post"),
+            last_kind=environ.get(LAST, "").strip() or "post",
             rid_prefix=environ.get(RID_PREFIX) or DEFAULT_RID_PREFIX,
             writers=WriterSettings(
                 ring_bytes=_parse_int(environ, RING_BYTES),
@@ -160,8 +158,6 @@ def _parse_boundaries(text: str) -> tuple[int, ...] | None:
 
 
 def _check_boundaries(boundaries: tuple[int, ...]) -> None:
-    if not boundaries:
-        raise SettingsError(f"{BOUNDARIES} must name at least one boundary")
     if min(boundaries) < 0:
         raise SettingsError(f"{BOUNDARIES} must be >= 0, has {min(boundaries)}")
     if list(boundaries) != sorted(set(boundaries)):

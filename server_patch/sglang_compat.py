@@ -49,7 +49,11 @@ _ARGS = "sglang.srt.server_args:ServerArgs"
 _CONTEXT = "sglang.srt.runtime_context"
 _PARALLEL = f"{_CONTEXT}:ParallelContext"
 _PARALLEL_FIELDS = "sglang.srt.arg_groups.fields.parallel:Parallel"
+_STATE = "sglang.srt.distributed.parallel_state"
+_ADAPTER = "sglang.srt.lora.lora_registry:LoRARef"
+_GRAPHS = "sglang.srt.model_executor.cuda_graph_config"
 _DP_ATTENTION = "sglang.srt.layers.dp_attention"
+_REGISTRY = "sglang.srt.plugins.hook_registry"
 _SCHEDULE = "sglang.srt.managers.schedule_batch"
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
@@ -57,6 +61,21 @@ _UPDATE_REQUESTS = (
     "sglang.srt.managers.scheduler_update_weights_mixin:SchedulerUpdateWeightsMixin",
     "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager",
 )
+
+
+def _symbols(
+    why: str, *places: str, since: str = RELEASES[0], until: str | None = None
+) -> tuple[Symbol, ...]:
+    """One symbol for each of `places`."""
+    return tuple(Symbol(places=(place,), why=why, since=since, until=until) for place in places)
+
+
+def _settings(
+    why: str, *names: str, since: str = RELEASES[0], until: str | None = None
+) -> tuple[Symbol, ...]:
+    """Fields of `ServerArgs`."""
+    return _symbols(why, *(f"{_ARGS}.{name}" for name in names), since=since, until=until)
+
 
 #: Methods that change the weights in memory; hooked in releases that have them. Loading a LoRA
 #: adapter is not among them: an adapter acts on requests that name it, and ours do not.
@@ -71,11 +90,10 @@ WEIGHT_UPDATES: Final = (
             ("disk", None), ("tensor", None), ("ipc", None), ("distributed", "0.5.21"),
         )
     ),
-    *(
-        Symbol(places=(f"{_UPDATER}.{name}",), why="hooked: new weights", since="0.5.21")
-        for name in (
-            "load_weights_from_distributed", "begin_weight_update", "end_weight_update",
-        )
+    *_symbols(
+        "hooked: new weights",
+        f"{_UPDATER}.load_weights_from_distributed", f"{_UPDATER}.begin_weight_update",
+        f"{_UPDATER}.end_weight_update", since="0.5.21",
     ),
 )  # fmt: skip
 #: Overwrites the weights if its action is RESET_ACTION.
@@ -121,18 +139,15 @@ HOOKED: Final = (
 
 _IO = "sglang.srt.managers.io_struct"
 _REQUESTS = (
-    Symbol(places=(f"{_IO}:ReleaseMemoryOccupationReqInput.tags",), why="whose memory"),
-    Symbol(
-        places=(f"{_IO}:UpdateWeightFromDiskReqInput.weight_version",),
-        until="0.5.19",
-        why="the weights' label",
+    *_symbols("whose memory", f"{_IO}:ReleaseMemoryOccupationReqInput.tags"),
+    *_symbols(
+        "the weights' label", f"{_IO}:UpdateWeightFromDiskReqInput.weight_version", until="0.5.19"
     ),
-    Symbol(
-        places=(f"{_IO}:UpdateWeightFromDiskReqOutput.success",),
+    *_symbols(
+        "whether the weights have that label", f"{_IO}:UpdateWeightFromDiskReqOutput.success",
         until="0.5.19",
-        why="whether the weights have that label",
     ),
-)
+)  # fmt: skip
 
 _LOADING = (
     Symbol(
@@ -146,15 +161,12 @@ _LOADING = (
         why="each scheduler process loads us before it makes its model runner",
     ),
     Symbol(
-        places=("sglang.srt.plugins.hook_registry:HookRegistry.register",),
+        places=(f"{_REGISTRY}:HookRegistry.register",),
         parameters=("target", "hook", "hook_type"),
         why="how our hooks get there",
     ),
-    *(
-        Symbol(places=(f"sglang.srt.plugins.hook_registry:HookType.{kind}",), why="their kind")
-        for kind in ("BEFORE", "AFTER")
-    ),
-    Symbol(places=(f"{_RUNNER}.load_model",), why="hooked: arms the loaded model"),
+    *_symbols("their kind", f"{_REGISTRY}:HookType.BEFORE", f"{_REGISTRY}:HookType.AFTER"),
+    *_symbols("hooked: arms the loaded model", f"{_RUNNER}.load_model"),
     Symbol(
         places=(f"{_BATCH}.init_new",),
         parameters=("batch", "model_runner"),
@@ -167,94 +179,74 @@ _LOADING = (
 )
 
 _RUNNER_AND_MODEL = (
-    Symbol(places=(f"{_RUNNER}.server_args",), why="the settings"),
-    Symbol(places=(f"{_RUNNER}.model_config",), why="shapes and dtype"),
-    Symbol(places=(f"{_RUNNER}.model",), why="the model to arm"),
-    Symbol(places=(f"{_RUNNER}.is_draft_worker",), why="drafters are left alone"),
-    Symbol(places=(f"{_MODEL_CONFIG}.hf_text_config",), why="layers and hidden size"),
-    Symbol(places=(f"{_MODEL_CONFIG}.hf_config",), why="the digest of a model without a folder"),
-    Symbol(places=(f"{_MODEL_CONFIG}.dtype",), why="the dtype of the states"),
-    Symbol(places=(f"{_MODEL_CONFIG}.vocab_size",), why="stated in READY.json"),
-    Symbol(places=(f"{_MODEL_CONFIG}.quantization",), why="stated in READY.json"),
-    *(
-        Symbol(places=(f"sglang.srt.lora.lora_registry:LoRARef.{name}",), why="which adapters")
-        for name in ("lora_name", "lora_path")
+    *_symbols("the settings", f"{_RUNNER}.server_args"),
+    *_symbols("shapes and dtype", f"{_RUNNER}.model_config"),
+    *_symbols("the model to arm", f"{_RUNNER}.model"),
+    *_symbols("drafters are left alone", f"{_RUNNER}.is_draft_worker"),
+    *_symbols("layers and hidden size", f"{_MODEL_CONFIG}.hf_text_config"),
+    *_symbols("the digest of a model without a folder", f"{_MODEL_CONFIG}.hf_config"),
+    *_symbols("the dtype of the states", f"{_MODEL_CONFIG}.dtype"),
+    *_symbols(
+        "stated in READY.json", f"{_MODEL_CONFIG}.vocab_size", f"{_MODEL_CONFIG}.quantization"
     ),
-    Symbol(places=(f"{_MODEL_CONFIG}.context_len",), why="may change rotary embeddings"),
+    *_symbols("which adapters", f"{_ADAPTER}.lora_name", f"{_ADAPTER}.lora_path"),
+    *_symbols("may change rotary embeddings", f"{_MODEL_CONFIG}.context_len"),
     Symbol(
         places=(
-            f"{_PARALLEL}.attn_tp_rank",
-            f"{_PARALLEL_FIELDS}.attn_tp_rank",
+            f"{_PARALLEL}.attn_tp_rank", f"{_PARALLEL_FIELDS}.attn_tp_rank",
             f"{_DP_ATTENTION}:get_attention_tp_rank",
         ),
         why="which rank writes",
     ),
     Symbol(
         places=(
-            f"{_PARALLEL}.attn_dp_rank",
-            f"{_PARALLEL_FIELDS}.attn_dp_rank",
+            f"{_PARALLEL}.attn_dp_rank", f"{_PARALLEL_FIELDS}.attn_dp_rank",
             f"{_DP_ATTENTION}:get_attention_dp_rank",
         ),
         why="which attention group a rank is of",
     ),
-    Symbol(places=(f"{_CONTEXT}:get_parallel",), since="0.5.14", why="the ranks of this process"),
+    *_symbols("the ranks of this process", f"{_CONTEXT}:get_parallel", since="0.5.14"),
     Symbol(
         places=(f"{_RUNNER}.dp_rank", f"{_RUNNER}.ps", f"{_PARALLEL_FIELDS}.dp_rank"),
         since="0.5.12",  # before, it is not stored: the first free number is taken
         why="which replica a process is of",
     ),
-    *(
-        Symbol(
-            places=(f"sglang.srt.distributed.parallel_state:{name}",),
-            why="which ranks share a model",
-        )
-        for name in ("get_tp_group", "GroupCoordinator.rank", "GroupCoordinator.ranks")
+    *_symbols(
+        "which ranks share a model",
+        f"{_STATE}:get_tp_group", f"{_STATE}:GroupCoordinator.rank",
+        f"{_STATE}:GroupCoordinator.ranks",
     ),
-    Symbol(
-        places=(f"{_RUNNER}.startup_weight_load",),
-        since="0.5.18",
-        why="weights that come after load_model",
-    ),
-    Symbol(
-        places=("sglang.srt.layers.layer_boundary",),
+    *_symbols("weights after load_model", f"{_RUNNER}.startup_weight_load", since="0.5.18"),
+    *_symbols(
+        "engines with it can capture before the first layer", "sglang.srt.layers.layer_boundary",
         since="0.5.21",
-        why="engines with it can capture before the first layer",
     ),
-)
+)  # fmt: skip
 
 _FORWARD = (
-    *(
-        Symbol(places=(f"{_BATCH}.{name}",), why=why)
-        for name, why in (
-            ("forward_mode", "distinguishes prefill from decode"),
-            ("_original_forward_mode", "distinguishes batches that are relabelled as prefill"),
-            ("rids", "whose rows they are"),
-            ("input_ids", "the token of each row"),
-            ("extend_seq_lens_cpu", "rows of each request"),
-            ("extend_prefix_lens_cpu", "tokens before them"),
-            ("is_extend_in_batch", "does any data-parallel rank prefill"),
-        )
+    *_symbols("distinguishes prefill from decode", f"{_BATCH}.forward_mode"),
+    *_symbols(
+        "distinguishes batches that are relabelled as prefill", f"{_BATCH}._original_forward_mode"
     ),
+    *_symbols("whose rows they are", f"{_BATCH}.rids"),
+    *_symbols("the token of each row", f"{_BATCH}.input_ids"),
+    *_symbols("rows of each request", f"{_BATCH}.extend_seq_lens_cpu"),
+    *_symbols("tokens before them", f"{_BATCH}.extend_prefix_lens_cpu"),
+    *_symbols("does any data-parallel rank prefill", f"{_BATCH}.is_extend_in_batch"),
     Symbol(
         places=(
-            f"{_BATCH}.num_token_non_padded_cpu",
-            f"{_BATCH}.global_num_token_non_padded_cpu",
+            f"{_BATCH}.num_token_non_padded_cpu", f"{_BATCH}.global_num_token_non_padded_cpu",
         ),
         why="rows before padding",
     ),
-    *(Symbol(places=(f"{_MODE}.{name}",), why="a prefill") for name in ("EXTEND", "MIXED")),
-    *(Symbol(places=(f"{_MODE}.{name}",), why="not a prefill") for name in ("DECODE", "IDLE")),
+    *_symbols("a prefill", f"{_MODE}.EXTEND", f"{_MODE}.MIXED"),
+    *_symbols("not a prefill", f"{_MODE}.DECODE", f"{_MODE}.IDLE"),
     Symbol(
         places=(f"{_SCHEDULE}:ScheduleBatch.reqs", f"{_SCHEDULE}:ModelWorkerBatch.reqs"),
         why="the requests of a batch",
     ),
-    Symbol(places=(f"{_SCHEDULE}:Req.origin_input_ids",), why="the length of a prompt"),
-)
-
-
-def _setting(name: str, why: str, *, since: str = RELEASES[0], until: str | None = None) -> Symbol:
-    return Symbol(places=(f"{_ARGS}.{name}",), why=why, since=since, until=until)
-
+    *_symbols("the length of a prompt", f"{_SCHEDULE}:Req.origin_input_ids"),
+)  # fmt: skip
 
 _SETTINGS = (
     # The record became the user's input; the resolved value is looked up by name.
@@ -264,193 +256,154 @@ _SETTINGS = (
         since="0.5.18",
         why="a setting as the engine resolved it",
     ),
-    Symbol(places=(f"{_CONTEXT}:get_context",), since="0.5.18", why="the owner of the settings"),
-    *(
-        _setting(name, "stated in READY.json, or a size of ours")
-        for name in (
-            "host", "port", "model_path", "tp_size", "dp_size", "chunked_prefill_size",
-            "max_prefill_tokens", "disable_radix_cache", "quantization", "kv_cache_dtype",
-        )
+    *_symbols("the owner of the settings", f"{_CONTEXT}:get_context", since="0.5.18"),
+    *_settings(
+        "stated in READY.json, or a size of ours",
+        "host", "port", "model_path", "tp_size", "dp_size", "chunked_prefill_size",
+        "max_prefill_tokens", "disable_radix_cache", "quantization", "kv_cache_dtype",
     ),
-    _setting("weight_version", "stated in READY.json"),
-    _setting("enable_dp_attention", "ranks share a forward"),
-    _setting("attn_dp_size", "attention groups, apart from replicas", since="0.5.22"),
-    *(
-        _setting(name, "refused")
-        for name in (
-            "pp_size", "speculative_algorithm", "enable_two_batch_overlap", "enable_pdmux",
-            "enable_torch_compile", "dllm_algorithm", "attn_cp_size",
-        )
+    *_settings("stated in READY.json", "weight_version"),
+    *_settings("ranks share a forward", "enable_dp_attention"),
+    *_settings("attention groups, apart from replicas", "attn_dp_size", since="0.5.22"),
+    *_settings(
+        "refused",
+        "pp_size", "speculative_algorithm", "enable_two_batch_overlap", "enable_pdmux",
+        "enable_torch_compile", "dllm_algorithm", "attn_cp_size",
     ),
-    _setting("enable_nsa_prefill_context_parallel", "refused", until="0.5.13"),
-    _setting("enable_dsa_prefill_context_parallel", "refused", since="0.5.13", until="0.5.20"),
-    _setting("enable_prefill_context_parallel", "refused", until="0.5.20"),
-    _setting("enable_prefill_cp", "refused", since="0.5.14"),
-    _setting("enable_return_aux_hidden_states", "refused", since="0.5.23"),
-    _setting("aux_hidden_state_capture", "refused", since="0.5.23"),
-    _setting("disable_piecewise_cuda_graph", "prefill graphs are refused", until="0.5.14"),
-    _setting("cuda_graph_config", "prefill graphs are refused", since="0.5.14"),
-    Symbol(
-        places=("sglang.srt.model_executor.cuda_graph_config:CudaGraphConfig.prefill",),
-        since="0.5.14",
-        why="prefill graphs are refused",
+    *_settings("refused", "enable_nsa_prefill_context_parallel", until="0.5.13"),
+    *_settings("refused", "enable_dsa_prefill_context_parallel", since="0.5.13", until="0.5.20"),
+    *_settings("refused", "enable_prefill_context_parallel", until="0.5.20"),
+    *_settings("refused", "enable_prefill_cp", since="0.5.14"),
+    *_settings(
+        "refused", "enable_return_aux_hidden_states", "aux_hidden_state_capture", since="0.5.23"
     ),
-    Symbol(
-        places=("sglang.srt.model_executor.cuda_graph_config:PhaseConfig.backend",),
-        since="0.5.14",
-        why="prefill graphs are refused",
+    *_settings("prefill graphs are refused", "disable_piecewise_cuda_graph", until="0.5.14"),
+    *_settings("prefill graphs are refused", "cuda_graph_config", since="0.5.14"),
+    *_symbols(
+        "prefill graphs are refused",
+        f"{_GRAPHS}:CudaGraphConfig.prefill", f"{_GRAPHS}:PhaseConfig.backend", since="0.5.14",
     ),
-    _setting("enable_flashinfer_allreduce_fusion", "sums left to the next layer"),
-    _setting("flashinfer_allreduce_fusion_backend", "the same", since="0.5.14"),
-    _setting("enable_aiter_allreduce_fusion", "the same"),
-    Symbol(
-        places=(
-            "sglang.srt.layers.communicator:"
-            "LayerCommunicator.should_fuse_mlp_allreduce_with_next_layer",
-        ),
-        until="0.5.21",
-        why="layers that may leave their sum to the next one",
+    *_settings(
+        "sums left to the next layer",
+        "enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion",
     ),
-    Symbol(
-        places=("sglang.srt.models.gpt_oss:GptOssDecoderLayer.layer_communicator",),
-        until="0.5.21",
-        why="the owner of that",
+    *_settings(
+        "sums left to the next layer", "flashinfer_allreduce_fusion_backend", since="0.5.14"
     ),
-    _setting("skip_server_warmup", "refused where the warm-up is the proof"),
+    *_symbols(
+        "layers that may leave their sum to the next one",
+        "sglang.srt.layers.communicator:"
+        "LayerCommunicator.should_fuse_mlp_allreduce_with_next_layer",
+        "sglang.srt.models.gpt_oss:GptOssDecoderLayer.layer_communicator", until="0.5.21",
+    ),
+    *_settings("refused where the warm-up is the proof", "skip_server_warmup"),
 )  # fmt: skip
 
 #: Settings that may change the states; READY.json records their resolved values. Sampling settings
 #: are not among them.
 NUMERIC_SETTINGS: Final = (
     # stored or computed in fewer bits
-    _setting("quantization", "weights in fewer bits"),
-    _setting("quantization_param_path", "scales of the KV cache"),
-    _setting("torchao_config", "weights in fewer bits", until="0.5.18"),
-    _setting("modelopt_quant", "weights in fewer bits"),
-    _setting("quantize_and_serve", "weights in fewer bits"),
-    _setting("rl_quant_profile", "weights in fewer bits"),
-    _setting("kv_cache_dtype", "keys and values in fewer bits"),
-    _setting("prefill_kv_cache_dequant_dtype", "keys and values in fewer bits", since="0.5.21"),
-    _setting("qsa_indexer_dtype", "the indexer's keys in fewer bits", since="0.5.22"),
-    _setting("enable_deepseek_v4_fp4_indexer", "the indexer's keys in fewer bits", since="0.5.13"),
-    _setting("mamba_ssm_dtype", "recurrent states in fewer bits"),
-    _setting(
-        "enable_mamba_cache_stochastic_rounding",
+    *_settings(
+        "weights in fewer bits",
+        "quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile",
+    ),
+    *_settings("weights in fewer bits", "torchao_config", until="0.5.18"),
+    *_settings("scales of the KV cache", "quantization_param_path"),
+    *_settings("keys and values in fewer bits", "kv_cache_dtype"),
+    *_settings("keys and values in fewer bits", "prefill_kv_cache_dequant_dtype", since="0.5.21"),
+    *_settings(
+        "the indexer's keys in fewer bits",
+        "enable_deepseek_v4_fp4_indexer", since="0.5.13",
+    ),
+    *_settings("the indexer's keys in fewer bits", "qsa_indexer_dtype", since="0.5.22"),
+    *_settings("recurrent states in fewer bits", "mamba_ssm_dtype"),
+    *_settings("recurrent states in fewer bits", "enable_int8_mamba_checkpoint", since="0.5.14"),
+    *_settings(
         "recurrent states rounded at random",
+        "enable_mamba_cache_stochastic_rounding", since="0.5.15",
+    ),
+    *_settings("rows to experts in fewer bits", "deepep_dispatcher_output_dtype", since="0.5.13"),
+    *_settings("experts in fewer bits", "flashinfer_mxfp4_moe_precision"),
+    *_settings("experts in fewer bits", "enable_w4a4_mxfp4_megamoe", since="0.5.19"),
+    *_settings("sums over ranks in fewer bits", "enable_quant_communications"),
+    *_settings("products of float32 in fewer bits", "enable_tf32_matmul", since="0.5.15"),
+    *_settings("logits in more bits", "enable_fp32_lm_head"),
+    *_settings("sums of attention in more bits", "triton_attention_reduce_in_fp32"),
+    # another computation
+    *_settings("where the weights come from", "load_format"),
+    *_settings("the engine's model class or transformers'", "model_impl"),
+    *_settings("any part of the config", "json_model_override_args"),
+    *_settings("the model class", "enable_multimodal", "language_only", "encoder_only"),
+    *_settings("the model class", "language_model_only", since="0.5.18"),
+    *_settings("the user's own code in the model", "forward_hooks"),
+    *_settings("layers with adapters", "enable_lora"),
+    *_settings("which adapters", "lora_paths"),
+    *_settings("where adapters act", "lora_target_modules"),
+    *_settings("the size of adapters", "max_lora_rank"),
+    *_settings("keys that attention leaves out", "enable_hisparse", "hisparse_config"),
+    *_settings(
+        "rows computed again from a part of their prefix",
+        "enable_encoder_swa_bounded_replay", "enable_decoder_swa_bounded_replay", since="0.5.21",
+    ),
+    *_settings("weights of experts on the CPU", "kt_weight_path"),
+    *_settings("experts on the CPU in fewer bits", "kt_method"),
+    *_settings("which experts are on the CPU", "kt_num_gpu_experts"),
+    *_settings("experts that act a layer late", "kt_max_deferred_experts_per_token"),
+    *_settings("positions in an image", "enable_precise_embedding_interpolation"),
+    # other kernels for the same computation
+    *_settings(
+        "kernels",
+        "attention_backend", "prefill_attention_backend", "decode_attention_backend",
+        "mm_attention_backend", "linear_attn_backend", "linear_attn_prefill_backend",
+        "linear_attn_decode_backend", "mamba_backend", "enable_fused_qk_norm_rope",
+        "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache", "fp8_gemm_runner_backend",
+        "fp4_gemm_runner_backend", "moe_runner_backend", "moe_a2a_backend", "lora_backend",
+        "deepep_mode", "disable_shared_experts_fusion", "enforce_shared_experts_fusion",
+        "disable_flashinfer_autotune", "enable_single_batch_overlap",
+    ),
+    *_settings("kernels", "nsa_prefill_backend", "nsa_decode_backend", until="0.5.13"),
+    *_settings(
+        "kernels",
+        "dsa_prefill_backend", "dsa_decode_backend", "dsa_topk_backend", since="0.5.13",
+    ),
+    *_settings(
+        "kernels",
+        "enable_linear_replayssm", "dsa_paged_mqa_logits_backend", "bf16_gemm_backend",
         since="0.5.15",
     ),
-    _setting("enable_int8_mamba_checkpoint", "recurrent states in fewer bits", since="0.5.14"),
-    _setting("deepep_dispatcher_output_dtype", "rows to experts in fewer bits", since="0.5.13"),
-    _setting("flashinfer_mxfp4_moe_precision", "experts in fewer bits"),
-    _setting("enable_w4a4_mxfp4_megamoe", "experts in fewer bits", since="0.5.19"),
-    _setting("enable_quant_communications", "sums over ranks in fewer bits"),
-    _setting("enable_tf32_matmul", "products of float32 in fewer bits", since="0.5.15"),
-    _setting("enable_fp32_lm_head", "logits in more bits"),
-    _setting("triton_attention_reduce_in_fp32", "sums of attention in more bits"),
-    # another computation
-    _setting("load_format", "where the weights come from"),
-    _setting("model_impl", "the engine's model class or transformers'"),
-    _setting("json_model_override_args", "any part of the config"),
-    _setting("enable_multimodal", "the model class"),
-    _setting("language_model_only", "the model class", since="0.5.18"),
-    _setting("language_only", "the model class"),
-    _setting("encoder_only", "the model class"),
-    _setting("forward_hooks", "the user's own code in the model"),
-    _setting("enable_lora", "layers with adapters"),
-    _setting("lora_paths", "which adapters"),
-    _setting("lora_target_modules", "where adapters act"),
-    _setting("max_lora_rank", "the size of adapters"),
-    _setting("enable_hisparse", "keys that attention leaves out"),
-    _setting("hisparse_config", "keys that attention leaves out"),
-    _setting(
-        "enable_encoder_swa_bounded_replay",
-        "rows computed again from a part of their prefix",
-        since="0.5.21",
+    *_settings("kernels", "fuseep_mode", since="0.5.16"),
+    *_settings("kernels", "dsv4_prefill_backend", "enable_lean_attention", since="0.5.19"),
+    *_settings("kernels", "dsv4_attn_backend", since="0.5.20"),
+    *_settings("kernels", "dsa_triton_union", "enable_dsa_fused_indexer", since="0.5.22"),
+    *_settings("kernels", "enable_nvidia_megakernel", "enable_amd_monokernel", since="0.5.23"),
+    *_settings(
+        "the order of sums",
+        "triton_attention_num_kv_splits", "triton_attention_split_tile_size", "page_size",
+        "enable_fused_moe_sum_all_reduce",
     ),
-    _setting(
-        "enable_decoder_swa_bounded_replay",
-        "rows computed again from a part of their prefix",
-        since="0.5.21",
-    ),
-    _setting("kt_weight_path", "weights of experts on the CPU"),
-    _setting("kt_method", "experts on the CPU in fewer bits"),
-    _setting("kt_num_gpu_experts", "which experts are on the CPU"),
-    _setting("kt_max_deferred_experts_per_token", "experts that act a layer late"),
-    _setting("enable_precise_embedding_interpolation", "positions in an image"),
-    # other kernels for the same computation
-    _setting("attention_backend", "kernels"),
-    _setting("prefill_attention_backend", "kernels"),
-    _setting("decode_attention_backend", "kernels"),
-    _setting("mm_attention_backend", "kernels"),
-    _setting("linear_attn_backend", "kernels"),
-    _setting("linear_attn_prefill_backend", "kernels"),
-    _setting("linear_attn_decode_backend", "kernels"),
-    _setting("enable_linear_replayssm", "kernels", since="0.5.15"),
-    _setting("mamba_backend", "kernels"),
-    _setting("nsa_prefill_backend", "kernels", until="0.5.13"),
-    _setting("nsa_decode_backend", "kernels", until="0.5.13"),
-    _setting("dsa_prefill_backend", "kernels", since="0.5.13"),
-    _setting("dsa_decode_backend", "kernels", since="0.5.13"),
-    _setting("dsa_paged_mqa_logits_backend", "kernels", since="0.5.15"),
-    _setting("dsa_topk_backend", "kernels", since="0.5.13"),
-    _setting("dsa_triton_union", "kernels", since="0.5.22"),
-    _setting("enable_dsa_fused_indexer", "kernels", since="0.5.22"),
-    _setting("dsv4_prefill_backend", "kernels", since="0.5.19"),
-    _setting("dsv4_attn_backend", "kernels", since="0.5.20"),
-    _setting("enable_lean_attention", "kernels", since="0.5.19"),
-    _setting("enable_nvidia_megakernel", "kernels", since="0.5.23"),
-    _setting("enable_amd_monokernel", "kernels", since="0.5.23"),
-    _setting("enable_fused_qk_norm_rope", "kernels"),
-    _setting("flashinfer_mla_disable_ragged", "kernels"),
-    _setting("disable_chunked_prefix_cache", "kernels"),
-    _setting("triton_attention_num_kv_splits", "the order of sums"),
-    _setting("triton_attention_split_tile_size", "the order of sums"),
-    _setting("page_size", "the order of sums"),
-    _setting("fp8_gemm_runner_backend", "kernels"),
-    _setting("fp4_gemm_runner_backend", "kernels"),
-    _setting("bf16_gemm_backend", "kernels", since="0.5.15"),
-    _setting("moe_runner_backend", "kernels"),
-    _setting("moe_a2a_backend", "kernels"),
-    _setting("lora_backend", "kernels"),
-    _setting("deepep_mode", "kernels"),
-    _setting("fuseep_mode", "kernels", since="0.5.16"),
-    _setting("disable_shared_experts_fusion", "kernels"),
-    _setting("enforce_shared_experts_fusion", "kernels"),
-    _setting("enable_fused_moe_sum_all_reduce", "the order of sums"),
-    _setting("disable_flashinfer_autotune", "kernels"),
-    _setting("enable_deterministic_inference", "kernels whose sums do not depend on the batch"),
-    _setting("rl_on_policy_target", "kernels of a trainer"),
-    _setting("enable_mixed_chunk", "which rows share a forward"),
-    _setting("enable_single_batch_overlap", "kernels"),
+    *_settings("kernels whose sums do not depend on the batch", "enable_deterministic_inference"),
+    *_settings("kernels of a trainer", "rl_on_policy_target"),
+    *_settings("which rows share a forward", "enable_mixed_chunk"),
     # how the model is spread
-    _setting("tp_size", "the order of sums"),
-    _setting("dp_size", "which rows share a forward"),
-    _setting("attn_dp_size", "which rows share a forward", since="0.5.22"),
-    _setting("ep_size", "the order of sums"),
-    _setting("moe_dp_size", "the order of sums"),
-    _setting("moe_dense_tp_size", "the order of sums"),
-    _setting("dcp_size", "the order of sums", since="0.5.15"),
-    _setting("dwdp_size", "the order of sums", since="0.5.17"),
-    _setting("enable_dp_attention", "the order of sums"),
-    _setting("enable_dp_lm_head", "the order of sums"),
-    _setting("enable_attn_tp_input_scattered", "the order of sums"),
-    _setting("enable_shared_experts_attn_tp", "the order of sums", since="0.5.19"),
-    _setting("shared_experts_tp_size", "the order of sums", since="0.5.21"),
-    _setting("enable_dense_mlp_attn_tp", "the order of sums", since="0.5.19"),
-    _setting("enable_layernorm_sp", "the order of sums", since="0.5.19"),
-    _setting("ep_num_redundant_experts", "the order of sums"),
-    _setting("ep_dispatch_algorithm", "the order of sums"),
-    _setting("init_expert_location", "the order of sums"),
-    _setting("enable_eplb", "the order of sums"),
-    _setting("disable_custom_all_reduce", "the order of sums"),
-    _setting("boundary_reduction", "the order of sums", since="0.5.21"),
-    _setting("enable_mscclpp", "the order of sums"),
-    _setting("enable_torch_symm_mem", "the order of sums"),
-    _setting("enable_symm_mem", "the order of sums"),
-    _setting("enable_nccl_nvls", "the order of sums"),
-    _setting("enable_flashinfer_allreduce_fusion", "the order of sums"),
-    _setting("flashinfer_allreduce_fusion_backend", "the order of sums", since="0.5.14"),
-    _setting("enable_aiter_allreduce_fusion", "the order of sums"),
+    *_settings(
+        "the order of sums",
+        "tp_size", "ep_size", "moe_dp_size", "moe_dense_tp_size", "enable_dp_attention",
+        "enable_dp_lm_head", "enable_attn_tp_input_scattered", "ep_num_redundant_experts",
+        "ep_dispatch_algorithm", "init_expert_location", "enable_eplb", "disable_custom_all_reduce",
+        "enable_mscclpp", "enable_torch_symm_mem", "enable_symm_mem", "enable_nccl_nvls",
+        "enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion",
+    ),
+    *_settings("the order of sums", "flashinfer_allreduce_fusion_backend", since="0.5.14"),
+    *_settings("the order of sums", "dcp_size", since="0.5.15"),
+    *_settings("the order of sums", "dwdp_size", since="0.5.17"),
+    *_settings(
+        "the order of sums",
+        "enable_shared_experts_attn_tp", "enable_dense_mlp_attn_tp", "enable_layernorm_sp",
+        since="0.5.19",
+    ),
+    *_settings("the order of sums", "shared_experts_tp_size", "boundary_reduction", since="0.5.21"),
+    *_settings("which rows share a forward", "dp_size"),
+    *_settings("which rows share a forward", "attn_dp_size", since="0.5.22"),
 )  # fmt: skip
 
 TARGETS: Final[tuple[Symbol, ...]] = (

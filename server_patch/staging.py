@@ -9,7 +9,7 @@ forward) cannot reach it; the copy to the host then runs on a stream of its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -81,38 +81,22 @@ def gather(states: States, layout: SlotLayout, flat: torch.Tensor, *, begin: int
             target.copy_(getattr(states, section.name)[begin:end])
 
 
-class Stager(Protocol):
-    """Fills slots with the rows of a forward."""
+class CpuStager:
+    """Copies states that are in host memory; the copy is complete when `stage` returns."""
 
-    pinned: bool
+    pinned = False  # whether the ring's memory must be
 
     def stage(
         self, states: States, layout: SlotLayout, slot: RingSlot, *, begin: int, end: int
     ) -> None:
         """Begin to fill `slot` with rows begin..end. Never waits for the device."""
+        gather(states, layout, slot.tensor, begin=begin, end=end)
 
     def wait(self, slot: RingSlot) -> None:
         """Fill `slot` and return when that is done; called once, by another thread."""
 
     def enter_thread(self) -> None:
         """Called once by the thread that waits, before anything else."""
-
-
-class CpuStager:
-    """Copies states that are in host memory; the copy is complete when `stage` returns."""
-
-    pinned = False
-
-    def stage(
-        self, states: States, layout: SlotLayout, slot: RingSlot, *, begin: int, end: int
-    ) -> None:
-        gather(states, layout, slot.tensor, begin=begin, end=end)
-
-    def wait(self, slot: RingSlot) -> None:
-        return None
-
-    def enter_thread(self) -> None:
-        return None
 
 
 class CudaStager:
@@ -153,8 +137,10 @@ class CudaStager:
         torch.cuda.set_device(self._device)
 
 
+#: Fills slots with the rows of a forward.
+Stager = CpuStager | CudaStager
+
+
 def make_stager(device: torch.device) -> Stager:
     """The stager for states on `device`."""
-    if device.type == "cuda":
-        return CudaStager(device)
-    return CpuStager()
+    return CudaStager(device) if device.type == "cuda" else CpuStager()

@@ -1,4 +1,4 @@
-"""Counters of one writing rank, and the file that shows them: `<rank dir>/STATS.json`."""
+"""Counters of one writing rank, shown in the file `<rank dir>/STATS.json`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ class ForwardCounters:
 class Stats:
     """Counters that several threads add to: `ForwardCounters` and the sum of all `Report`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank_dir: RankDir, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rank_dir = rank_dir
+        self._clock = clock
         self._lock = threading.Lock()
         self._forwards = ForwardCounters()
         self._reports = Report()
-        self._version = 0
+        self._has_changed = False  # since the file was written
+        self._shown_at = -_INTERVAL_S
 
     def add_forward(
         self,
@@ -55,44 +58,28 @@ class Stats:
             total.tap_seconds += tap_seconds
             total.ring_wait_seconds += ring_wait_seconds
             total.ring_peak_bytes = max(total.ring_peak_bytes, ring_bytes)
-            self._version += 1
+            self._has_changed = True
 
     def add_report(self, report: Report) -> None:
         """Add the report of a writer, or one of the scheduler in place of a writer."""
         with self._lock:
             self._reports = Report(*map(operator.add, self._reports, report))
-            self._version += 1
-
-    @property
-    def version(self) -> int:
-        """A number that changes with every addition."""
-        return self._version
+            self._has_changed = True
 
     def snapshot(self) -> dict[str, float]:
         """Every counter by name, all of one moment."""
         with self._lock:
             return {**asdict(self._forwards), **self._reports._asdict()}
 
+    def refresh_file(self) -> None:
+        """Rewrite STATS.json at most once a second, and only after a change.
 
-class StatsFile:
-    """STATS.json of a rank, rewritten at most once a second and only after a change."""
-
-    def __init__(
-        self, stats: Stats, rank_dir: RankDir, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._stats = stats
-        self._rank_dir = rank_dir
-        self._clock = clock
-        self._shown_version = 0
-        self._shown_at = -_INTERVAL_S
-
-    def refresh(self) -> None:
-        """Rewrite the file if it is due. A file that cannot be written is skipped."""
+        A file that cannot be written is skipped.
+        """
         now = self._clock()
-        version = self._stats.version
-        if version == self._shown_version or now - self._shown_at < _INTERVAL_S:
+        if not self._has_changed or now - self._shown_at < _INTERVAL_S:
             return
-        self._shown_version, self._shown_at = version, now
-        data = json.dumps(self._stats.snapshot(), indent=1).encode()
+        self._has_changed, self._shown_at = False, now
+        data = json.dumps(self.snapshot(), indent=1).encode()
         with suppress(OSError):  # a view for people; the dumps' own failures are recorded
             replace(self._rank_dir.directory, STATS_NAME, data, mode=self._rank_dir.file_mode)

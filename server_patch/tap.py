@@ -121,7 +121,6 @@ class Tap:
         try:
             self._stager.stage(states, self._layout, slot, begin=begin, end=end)
         except BaseException:
-            self._ring.hold(slot, 1)
             self._ring.release(slot)
             raise
         pieces = [

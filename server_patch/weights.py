@@ -27,18 +27,12 @@ logger = logging.getLogger(__name__)
 #: ranks reach this point together, since the engine has just synchronised them.
 _PATIENCE_S: Final = 60.0
 _rounds = itertools.count()  # counts fingerprints; the same on every rank
+#: Weights without a fingerprint.
+UNKNOWN: Final = WeightsInfo()
 
 
 class WeightsError(RuntimeError):
     """The weights have no id; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The fingerprint of all ranks' weights."""
-
-    fingerprint: Fingerprint
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +47,24 @@ class Ranks:
 class Weights:
     """The id and label of one model's current weights."""
 
-    def __init__(self, *, boot_id: str, found: Found | None, version: str | None = None) -> None:
+    def __init__(
+        self, *, boot_id: str, found: WeightsInfo = UNKNOWN, version: str | None = None
+    ) -> None:
+        """found: as loaded, without a label. version: the label."""
         self._boot_id = boot_id
         self._watcher: Callable[[], None] = lambda: None
         self._num_updates = 0
-        self._loaded: str | None = None  # the id before any update
-        self.info = WeightsInfo(version=version)
-        self._take(found)
+        self._loaded = found.id  # the id before any update
+        self.info = replace(found, version=version)
 
     def watch(self, watcher: Callable[[], None]) -> None:
         """Call `watcher` after every change; it replaces an earlier watcher."""
         self._watcher = watcher
 
-    def loaded(self, found: Found | None) -> None:
+    def loaded(self, found: WeightsInfo) -> None:
         """Set the fingerprint of weights that were loaded late."""
-        self._take(found)
+        self._loaded = found.id
+        self.info = replace(found, version=self.info.version)
         self._watcher()
 
     def updated(self) -> None:
@@ -85,15 +82,6 @@ class Weights:
         if version != self.info.version:
             self.info = replace(self.info, version=version)
             self._watcher()
-
-    def _take(self, found: Found | None) -> None:
-        self._loaded = found.fingerprint.content if found else None
-        self.info = WeightsInfo(
-            id=self._loaded,
-            layout=found.fingerprint.layout if found else None,
-            seconds=round(found.seconds, 4) if found else None,
-            version=self.info.version,
-        )
 
 
 class Measured:
@@ -121,8 +109,8 @@ class Measured:
         except Exception as error:
             self._error = self._error or error
 
-    def gather(self) -> Found | None:
-        """The fingerprint of all ranks' weights; None, with a warning, if any rank has none.
+    def gather(self) -> WeightsInfo:
+        """The fingerprint of all ranks' weights; `UNKNOWN`, with a warning, if any rank has none.
 
         Waits a limited time for the other ranks.
         """
@@ -134,8 +122,9 @@ class Measured:
             parts = [self._own]
             if len(self._ranks.ranks) > 1:
                 parts = self._others(self._ranks)
-            seconds = self._seconds + time.perf_counter() - begun
-            return Found(fingerprint=combine(parts), seconds=seconds)
+            whole = combine(parts)
+            seconds = round(self._seconds + time.perf_counter() - begun, 4)
+            return WeightsInfo(id=whole.content, layout=whole.layout, seconds=seconds)
         except Exception as error:
             logger.warning(
                 "hidden states: the weights have no fingerprint, so a checkpoint that is replaced "
@@ -143,7 +132,7 @@ class Measured:
                 error,
                 exc_info=None if isinstance(error, WeightsError) else error,
             )
-            return None
+            return UNKNOWN
 
     def _others(self, ranks: Ranks) -> list[Fingerprint]:
         """The fingerprints of all ranks, in order. Raises WeightsError."""

@@ -19,7 +19,7 @@ from server_patch.dump_format import dump_name, error_name
 from server_patch.durable_files import remove_unfinished
 from server_patch.ring import Ring, RingSlot
 from server_patch.staging import Stager
-from server_patch.stats import Stats, StatsFile
+from server_patch.stats import Stats
 from server_patch.writer_process import describe, write_failures
 from server_patch.writer_protocol import MAX_PIECES, FailedPiece, Job, Report, SlotPiece
 from server_patch.writer_supervisor import Settled, WriterSupervisor
@@ -44,7 +44,6 @@ class WriterPool:
         ring: Ring,
         stager: Stager,
         stats: Stats,
-        stats_file: StatsFile,
     ) -> None:
         self._supervisor = supervisor
         self._num_writers = num_writers
@@ -52,7 +51,6 @@ class WriterPool:
         self._ring = ring
         self._stager = stager
         self._stats = stats
-        self._stats_file = stats_file
         self._queue: queue.SimpleQueue[tuple[RingSlot | None, Job]] = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -108,7 +106,7 @@ class WriterPool:
         try:
             self.take_reports(timeout_s=0)
             self._supervisor.replace_dead()
-            self._stats_file.refresh()
+            self._stats.refresh_file()
         except Exception:
             logger.exception("hidden states: unexpected error in the writer pool")
 
@@ -126,7 +124,7 @@ class WriterPool:
             self._stats.add_report(Report(errors=len(failures)))
             parts = [Job(slot=None, failures=[*failures, *job.failures])]
         if slot is not None:
-            self._ring.hold(slot, len(parts))
+            slot.uses = len(parts)
         return parts
 
     def _num_parts(self, job: Job) -> int:
@@ -142,15 +140,13 @@ class WriterPool:
             return
         if settled.slot is not None:
             self._ring.release(settled.slot)
-        self._stats.add_report(settled.report)
-        self._log_lost(settled.report.errors_lost)
+        self._count(settled.report)
 
     def _give_up(self, slot: RingSlot | None, job: Job, reason: str) -> None:
         """Write error records for the whole job."""
         failures = [*_as_failures(job, reason), *job.failures]
         lost = write_failures(failures, self._rank_dir)
-        self._stats.add_report(Report(errors=len(job.pieces), errors_lost=lost))
-        self._log_lost(lost)
+        self._count(Report(errors=len(job.pieces), errors_lost=lost))
         if slot is not None:
             self._ring.release(slot)
 
@@ -164,11 +160,12 @@ class WriterPool:
             with suppress(OSError):
                 remove_unfinished(self._rank_dir.directory, name)
 
-    def _log_lost(self, count: int) -> None:
-        if count:
+    def _count(self, report: Report) -> None:
+        self._stats.add_report(report)
+        if report.errors_lost:
             logger.error(
                 "hidden states: %s error records could not be written to %s",
-                count,
+                report.errors_lost,
                 self._rank_dir.directory,
             )
 

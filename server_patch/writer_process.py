@@ -142,14 +142,17 @@ def describe(error: Exception, *, doing: str) -> str:
 
 
 def main() -> None:
-    """Write jobs until the scheduler ends."""
+    """Write jobs until the scheduler ends.
+
+    Arguments: the `Assignment`, and the descriptor of the socket to the scheduler.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the scheduler's to handle
     # The socket shows the scheduler's end too, unless a child of it inherited its end.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     assignment = Assignment.decode(sys.argv[1])
     request_log.set_level(assignment.log_level)
     request_log.write_to_stderr()
-    with socket.socket(fileno=assignment.socket_descriptor) as scheduler:
+    with socket.socket(fileno=int(sys.argv[2])) as scheduler:
         ring = mmap.mmap(
             assignment.ring.descriptor, assignment.ring.total_bytes, prot=mmap.PROT_READ
         )

@@ -94,12 +94,11 @@ class RingMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The configuration of a writer process, fixed when it starts."""
+    """The configuration of the writer processes of one rank."""
 
     rank_dir: RankDir
     states: StateLayout
     ring: RingMap
-    socket_descriptor: int
     log_level: str | None = None  # of lines about single requests; None: there are none
 
     def encode(self) -> str:
@@ -113,6 +112,5 @@ class Assignment:
             rank_dir=RankDir(**{**rank_dir, "directory": Path(rank_dir["directory"])}),
             states=StateLayout(**{**states, "boundaries": tuple(states["boundaries"])}),
             ring=RingMap(**document["ring"]),
-            socket_descriptor=document["socket_descriptor"],
             log_level=document["log_level"],
         )

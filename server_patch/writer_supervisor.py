@@ -60,12 +60,8 @@ class WriterSupervisor:
     """The running writer processes. An error in one of them never ends the server."""
 
     def __init__(
-        self,
-        assignment: Callable[[int], Assignment],
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, assignment: Assignment, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """assignment: descriptor of a writer's socket -> the assignment of that writer."""
         self._assignment = assignment
         self._clock = clock
         self._selector = selectors.DefaultSelector()
@@ -185,12 +181,12 @@ class WriterSupervisor:
     def _spawn(self) -> _Writer:
         """Start a writer and wait until it is ready. Raises WriterError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        assignment = self._assignment(theirs.fileno())
         package_directory = str(Path(__file__).resolve().parent.parent)
+        arguments = [package_directory, self._assignment.encode(), str(theirs.fileno())]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _MAIN, package_directory, assignment.encode()],
-                pass_fds=(theirs.fileno(), assignment.ring.descriptor),
+                [sys.executable, "-I", "-S", "-c", _MAIN, *arguments],
+                pass_fds=(theirs.fileno(), self._assignment.ring.descriptor),
                 stdin=subprocess.DEVNULL,
             )
         except OSError as error:

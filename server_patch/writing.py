@@ -13,7 +13,7 @@ from server_patch.settings import Settings
 from server_patch.sglang_api import RunnerFacts
 from server_patch.slot_layout import SlotLayout
 from server_patch.staging import make_stager
-from server_patch.stats import Stats, StatsFile
+from server_patch.stats import Stats
 from server_patch.tap import Tap
 from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool
@@ -88,19 +88,12 @@ def start_writing(
         pinned=stager.pinned,
     )
     ring = Ring(plan, pinned=stager.pinned)
-    stats = Stats()
+    stats = Stats(rank_dir)
     num_writers = settings.writers.num_writers
     num_writers = num_writers or (_WRITERS_CUDA if stager.pinned else _WRITERS_CPU)
-
-    def assignment(socket_descriptor: int) -> Assignment:
-        return Assignment(
-            rank_dir=rank_dir,
-            states=states,
-            ring=ring.map,
-            socket_descriptor=socket_descriptor,
-            log_level=settings.log_level,
-        )
-
+    assignment = Assignment(
+        rank_dir=rank_dir, states=states, ring=ring.map, log_level=settings.log_level
+    )
     pool = WriterPool(
         WriterSupervisor(assignment),
         num_writers=num_writers,
@@ -108,7 +101,6 @@ def start_writing(
         ring=ring,
         stager=stager,
         stats=stats,
-        stats_file=StatsFile(stats, rank_dir),
     )
     pool.start()
     tap = Tap(

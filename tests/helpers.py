@@ -18,7 +18,6 @@ import xxhash
 from extractor.core.counters import Counters
 from extractor.core.events import Reporter
 from extractor.core.identity import Identity
-from extractor.core.layout import Layout
 from extractor.core.locations import MANIFEST_NAME
 from extractor.core.run_options import Input, RunOptions
 from extractor.core.timings import Timings
@@ -45,7 +44,7 @@ _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 #: 16-bit floats are compared as bit patterns.
 _NUMPY = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "I32": "<i4"}
 
-LAYOUT = Layout(boundaries=(1, 2, 3), hidden_size=8, dtype="BF16", last_kind="post")
+LAYOUT = StateLayout(boundaries=(1, 2, 3), hidden_size=8, dtype="BF16", last_kind="post")
 
 
 def quick(**groups: dict[str, Any]) -> Timings:
@@ -250,7 +249,7 @@ def stored_ordinals(out: Path) -> set[int]:
 
 
 def assert_whole(
-    out: Path, prompts: Sequence[Ids], *, layout: Layout = LAYOUT, without: Iterable[int] = ()
+    out: Path, prompts: Sequence[Ids], *, layout: StateLayout = LAYOUT, without: Iterable[int] = ()
 ) -> None:
     """`out` holds exactly `prompts`, each with its own states, and verify has nothing to say."""
     samples = read_samples(out)

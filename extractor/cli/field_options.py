@@ -28,8 +28,9 @@ def field_options(
     """
 
     def decorate(command: Command) -> Command:
+        stated = types_of(kind)
         for field in reversed(fields(kind)):
-            hint, option = types_of(kind)[field.name]
+            hint, option = stated[field.name]
             if option is not None and (not names or field.name in names):
                 command = _option(field, hint, option, types.get(field.name))(command)
         return command

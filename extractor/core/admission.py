@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from extractor.core.errors import RowRefused
-from extractor.core.layout import Layout
 from extractor.core.request import Limits, dump_bytes
 from extractor.core.row_policy import OnBadRow, OnDuplicate, OnTooLong, Policy
 from manifest.states import Reason
 from prompts.token_bound import TokenBound
 from prompts.types import BadRow, Prompt, RowReason
+from server_patch.dump_format import StateLayout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """What dumps may take under the dump root."""
 
-    layout: Layout
+    layout: StateLayout
     budget_bytes: int
 
 

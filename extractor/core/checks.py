@@ -8,9 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from extractor.core.failure import Failure, FailureKind
-from extractor.core.layout import Layout
 from manifest.states import Reason
-from server_patch.dump_format import ITEM_BYTES, DumpHeader, Ready
+from server_patch.dump_format import ITEM_BYTES, DumpHeader, Ready, StateLayout
 
 #: Exponent bits of each dtype as unsigned integers: all ones means NaN or infinity.
 _EXPONENT_BITS: dict[str, tuple[type[np.unsignedinteger], type[np.signedinteger], int]] = {
@@ -102,7 +101,7 @@ def first_nonfinite(data: memoryview, dtype: str) -> int | None:
 
 
 def check_finite(
-    block: memoryview, *, at: int, name: str, start: int, layout: Layout
+    block: memoryview, *, at: int, name: str, start: int, layout: StateLayout
 ) -> Failure | None:
     """Whether all values of a part of a state tensor are finite.
 

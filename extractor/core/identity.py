@@ -9,10 +9,9 @@ from typing import Any, Final
 
 from extractor.core.errors import ConfigMismatch, CorruptData, UsageError
 from extractor.core.humanize import quoted
-from extractor.core.layout import Layout
 from extractor.core.row_policy import DEFAULT_POLICY, Policy
 from prompts.reading_options import DEFAULTS, ReadingOptions
-from server_patch.dump_format import MODEL_KEYS, ModelInfo
+from server_patch.dump_format import MODEL_KEYS, DumpFormatError, ModelInfo, StateLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,10 @@ class Identity:
         )
         if identity.model.vocab_size < 1:
             raise CorruptData(f"vocab_size must be >= 1, is {identity.model.vocab_size}")
-        identity.layout.require_sound()
+        try:
+            _ = identity.layout
+        except DumpFormatError as error:
+            raise CorruptData(str(error)) from error
         return identity
 
     def to_document(self) -> dict[str, Any]:
@@ -67,8 +69,9 @@ class Identity:
         return f"boundaries {list(self.boundaries)}, last {self.last_kind}, {self.model.dtype}"
 
     @property
-    def layout(self) -> Layout:
-        return Layout(
+    def layout(self) -> StateLayout:
+        """Raises DumpFormatError if no model has such states."""
+        return StateLayout(
             boundaries=self.boundaries,
             hidden_size=self.model.hidden_size,
             dtype=self.model.dtype,

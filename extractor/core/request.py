@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 
-from extractor.core.layout import Layout
 from prompts.types import Prompt
+from server_patch.dump_format import StateLayout
 
 #: A piece's file beyond its rows: the header, and the last tmpfs page it begins.
 PIECE_OVERHEAD_BYTES = 8192
@@ -62,15 +62,15 @@ class Request:
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def dump_bytes(num_tokens: int, layout: Layout, limits: Limits) -> int:
+def dump_bytes(num_tokens: int, layout: StateLayout, limits: Limits) -> int:
     """Most bytes that a prompt's dumps can take under the dump root.
 
     Chunks are shared between requests, so a prompt may be cut once more than its length asks for.
 
-    >>> layout = Layout(boundaries=(1, 2, 3), hidden_size=4096, dtype="BF16", last_kind="post")
+    >>> layout = StateLayout(boundaries=(1, 2, 3), hidden_size=4096, dtype="BF16", last_kind="post")
     >>> limits = Limits(max_prompt_tokens=10**6, vocab_size=10, chunk_tokens=8192)
     >>> dump_bytes(8192, layout, limits)  # 8192 rows x (4 x 4096 x 2 + 4) bytes, 3 pieces
     268492800
     """
     pieces = num_tokens // limits.chunk_tokens + 2
-    return num_tokens * layout.dump_bytes_per_token + pieces * PIECE_OVERHEAD_BYTES
+    return num_tokens * layout.bytes_per_token + pieces * PIECE_OVERHEAD_BYTES

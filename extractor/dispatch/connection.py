@@ -14,7 +14,6 @@ from extractor.core.counters import Counters, Stage
 from extractor.core.errors import ConfigMismatch, ServerError
 from extractor.core.failure import Failure, FailureKind
 from extractor.core.humanize import amount
-from extractor.core.layout import Layout
 from extractor.core.request import Request, dump_bytes
 from extractor.core.rids import make_rid
 from extractor.dispatch.monitor import Monitor
@@ -252,7 +251,7 @@ class Connection:
         """The failure of a dump; not the prompt's fault if somebody else filled the dump root."""
         if failure.reason not in (Reason.DUMP_FAILED, Reason.DUMP_MISSING):
             return failure
-        need = dump_bytes(prompt.num_tokens, Layout.of(self.target.ready), self.target.limits)
+        need = dump_bytes(prompt.num_tokens, self.target.ready.layout, self.target.limits)
         for rank in self.target.ranks:
             with suppress(FileNotFoundError):  # the collector misses it too, and ends the run
                 if (free := free_bytes(rank.directory)) < need:

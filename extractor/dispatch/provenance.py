@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
 
 from extractor.core.errors import ConfigMismatch, storage_error
 from extractor.core.identity import Identity
@@ -31,7 +30,7 @@ from extractor.system.files import open_regular, read_into, write_whole
 from manifest.records import ServerStart
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
-from server_patch.dump_format import DumpHeader, LastKind, Ready, StateLayout
+from server_patch.dump_format import DumpHeader, Ready
 
 _CANARY = "canary"
 #: Stored samples among which one of enough tokens is looked for.
@@ -218,12 +217,7 @@ def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
             rid=RID,
             start=0,
             rows=num_tokens,
-            layout=StateLayout(
-                boundaries=layout.boundaries,
-                hidden_size=layout.hidden_size,
-                dtype=layout.dtype,
-                last_kind=cast(LastKind, layout.last_kind),
-            ),
+            layout=layout,
             boot_id=RID,
             rank=0,
             counter=0,

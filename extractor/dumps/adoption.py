@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from extractor.core.checks import check_header
-from extractor.core.layout import Layout
 from extractor.core.rids import ordinal_of, rid_prefix
 from extractor.dumps.correlator import Match, Piece, tile
 from extractor.dumps.dump_reader import DumpFile, DumpPiece, DumpWatcher, Rank
-from server_patch.dump_format import Ready
+from server_patch.dump_format import Ready, StateLayout
 
 #: Pieces of one request after another, by the row that they are of.
 Adoptable = Mapping[int, Sequence[Sequence[DumpPiece]]]
@@ -23,7 +22,7 @@ def find_adoptable(
     ranks: Sequence[Rank],
     *,
     run_id: str,
-    layout: Layout,
+    layout: StateLayout,
     is_fit: Callable[[Ready], bool],
     is_wanted: Callable[[int], bool],
 ) -> Adoptable:
@@ -32,7 +31,7 @@ def find_adoptable(
     `is_fit`: whether rows that a writer computed may be stored."""
     by_request: dict[tuple[int, str], list[DumpPiece]] = {}
     for rank in ranks:
-        if Layout.of(rank.ready) != layout or not is_fit(rank.ready):
+        if rank.ready.layout != layout or not is_fit(rank.ready):
             continue
         with suppress(FileNotFoundError):  # somebody else removes the directory of a dead server
             for _, arrival in DumpWatcher([rank], rid_prefix=rid_prefix(run_id)).poll():

@@ -15,7 +15,6 @@ from extractor.core.admission import Admission, Room, token_bound
 from extractor.core.errors import BadDumpDir, PluginError, ServerUnreachable, UsageError
 from extractor.core.events import Reporter
 from extractor.core.humanize import counted
-from extractor.core.layout import Layout
 from extractor.core.request import Limits
 from extractor.core.run_options import RunOptions
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
@@ -33,6 +32,7 @@ from extractor.servers.target import Target, require_targets
 from extractor.status.watcher import Watcher
 from extractor.system.files import free_bytes
 from manifest.exceptions import ManifestMissing
+from server_patch.dump_format import DumpFormatError, StateLayout
 
 #: Requests in flight with each server while its speed is measured, if --concurrency is not given.
 PROBE_CONCURRENCY = 64
@@ -45,7 +45,7 @@ class _Surroundings:
 
     tokenizer: str
     limits: Limits | None = None
-    layout: Layout | None = None
+    layout: StateLayout | None = None
     targets: tuple[Target, ...] = ()
     why_no_speed: str = ""
 
@@ -112,7 +112,7 @@ async def _surroundings(
     return _Surroundings(
         tokenizer=options.input.tokenizer or targets[0].facts.tokenizer_path,
         limits=Limits.strictest([target.limits for target in targets]),
-        layout=Layout.of(targets[0].ready),
+        layout=targets[0].ready.layout,
         targets=targets,
     )
 
@@ -138,21 +138,22 @@ def _without_server(options: RunOptions) -> _Surroundings:
     return _Surroundings(tokenizer=tokenizer, limits=limits, layout=layout, why_no_speed=why)
 
 
-def _from_model(folder: Path, options: RunOptions) -> tuple[Limits | None, Layout]:
+def _from_model(folder: Path, options: RunOptions) -> tuple[Limits | None, StateLayout]:
     """What a server of that model would serve, by its configuration."""
     try:
         config = orjson.loads((folder / "config.json").read_bytes())
         config = {**config, **config.get("text_config", {})}
         num_layers, hidden_size = config["num_hidden_layers"], config["hidden_size"]
         dtype = _DTYPES[config.get("dtype") or config.get("torch_dtype") or "bfloat16"]
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        layers = options.servers.layers or DEFAULT_LAYERS
+        layout = StateLayout(
+            boundaries=boundaries_of(layers, num_layers=num_layers),
+            hidden_size=hidden_size,
+            dtype=dtype,
+            last_kind=options.servers.last_kind or DEFAULT_LAST_KIND,
+        )
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, DumpFormatError) as error:
         raise UsageError(f"{folder / 'config.json'}: no model's configuration ({error})") from error
-    layout = Layout(
-        boundaries=boundaries_of(options.servers.layers or DEFAULT_LAYERS, num_layers=num_layers),
-        hidden_size=hidden_size,
-        dtype=dtype,
-        last_kind=options.servers.last_kind or DEFAULT_LAST_KIND,
-    )
     longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
     if not isinstance(longest, int) or not isinstance(vocab_size, int):
         return None, layout

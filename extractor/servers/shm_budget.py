@@ -11,7 +11,6 @@ from extractor.core.errors import (
     UsageError,
 )
 from extractor.core.humanize import amount
-from extractor.core.layout import Layout
 from extractor.core.request import Limits, dump_bytes
 from extractor.dumps.dump_reader import Rank
 from extractor.system.files import MEMORY_FILE_SYSTEMS, file_system_type, free_bytes
@@ -104,7 +103,7 @@ def shm_budget(ranks: Sequence[Rank], wanted: int | None, *, limits: Limits) -> 
     free = room.free_bytes
     budget = free // 2 if wanted is None else wanted
     num_tokens = min(1024, limits.max_prompt_tokens)
-    least = dump_bytes(num_tokens, Layout.of(ready), limits)
+    least = dump_bytes(num_tokens, ready.layout, limits)
     hint = (
         "In a container: --shm-size or --ipc=host. Leftovers: `extractor doctor` lists them."
         if room.is_of_file_system

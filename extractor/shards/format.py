@@ -36,8 +36,7 @@ import xxhash
 
 from extractor.core.errors import CorruptData, UsageError
 from extractor.core.identity import Identity
-from extractor.core.layout import Layout
-from server_patch.dump_format import ITEM_BYTES
+from server_patch.dump_format import ITEM_BYTES, StateLayout
 
 SHARD_FORMAT_VERSION = 1
 #: Most bytes safetensors' own reader accepts as a header.
@@ -70,7 +69,7 @@ class SampleTensor:
         }
 
 
-def sample_tensors(num_tokens: int, layout: Layout) -> tuple[SampleTensor, ...]:
+def sample_tensors(num_tokens: int, layout: StateLayout) -> tuple[SampleTensor, ...]:
     """The tensors of a sample of `num_tokens` rows, in file order, without holes.
 
     Raises UsageError where a 2-byte dtype and an odd hidden size would leave tensors unaligned.
@@ -94,12 +93,12 @@ def sample_tensors(num_tokens: int, layout: Layout) -> tuple[SampleTensor, ...]:
     return tuple(tensors)
 
 
-def sample_bytes(num_tokens: int, layout: Layout) -> int:
+def sample_bytes(num_tokens: int, layout: StateLayout) -> int:
     return num_tokens * _row_bytes(layout)  # there are no holes
 
 
 @functools.cache
-def _row_bytes(layout: Layout) -> int:
+def _row_bytes(layout: StateLayout) -> int:
     return sample_tensors(1, layout)[-1].end
 
 
@@ -111,7 +110,7 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}.safetensors"
 
 
-def header_room(num_samples: int, layout: Layout) -> int:
+def header_room(num_samples: int, layout: StateLayout) -> int:
     """Bytes to keep at the front of a shard for the header of `num_samples` samples."""
     entry = _ENTRY_BYTES * (len(layout.state_names) + 2)
     steps = -(-(num_samples * entry + _METADATA_BYTES) // _ROOM_STEP_BYTES)
@@ -133,7 +132,7 @@ def samples_expected(*, shard_bytes: int, mean_sample_bytes: float, rows_left: i
     return max(1, min(int(by_size), rows_left))
 
 
-def samples_that_fit(room_bytes: int, layout: Layout) -> int:
+def samples_that_fit(room_bytes: int, layout: StateLayout) -> int:
     """How many samples' entries are sure to fit in a header of `room_bytes`."""
     return (room_bytes - _METADATA_BYTES) // (_ENTRY_BYTES * (len(layout.state_names) + 2))
 
@@ -157,7 +156,7 @@ def shard_metadata(identity: Identity) -> dict[str, str]:
 def encode_shard_header(
     samples: Iterable[tuple[int, int]],
     *,
-    layout: Layout,
+    layout: StateLayout,
     metadata: Mapping[str, str],
     room_bytes: int,
 ) -> Iterator[bytes]:
@@ -188,7 +187,7 @@ def encode_shard_header(
         left -= padding
 
 
-def _entries(samples: Iterable[tuple[int, int]], layout: Layout) -> Iterator[bytes]:
+def _entries(samples: Iterable[tuple[int, int]], layout: StateLayout) -> Iterator[bytes]:
     offset = 0
     for ordinal, num_tokens in samples:
         tensors = sample_tensors(num_tokens, layout)

@@ -8,19 +8,19 @@ from contextlib import ExitStack
 import xxhash
 
 from extractor.core.checks import check_finite
-from extractor.core.layout import Layout
 from extractor.dumps.dump_piece import SampleFault, check_tokens, opened, still_whole
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.system.direct_io import AppendFile
 from extractor.system.files import read_into
 from prompts.types import Prompt
+from server_patch.dump_format import StateLayout
 
 #: Read, hashed and checked at a time: small enough to stay in a core's cache.
 BLOCK_BYTES = 1 << 20
 
 
 def append_sample(
-    file: AppendFile, prompt: Prompt, pieces: Sequence[DumpPiece], *, layout: Layout
+    file: AppendFile, prompt: Prompt, pieces: Sequence[DumpPiece], *, layout: StateLayout
 ) -> str:
     """Append the sample to `file`; its digest, xxh3-128 in hex.
 

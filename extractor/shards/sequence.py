@@ -10,12 +10,12 @@ from typing import TypeVar
 
 from extractor.core.counters import InputRows
 from extractor.core.errors import storage_error
-from extractor.core.layout import Layout
 from extractor.shards.format import samples_expected
 from extractor.shards.recovery import OpenShard
 from extractor.shards.writer import ShardSettings, ShardWriter
 from extractor.system.signals import to_its_end
 from manifest.writer_thread import StoreOwner
+from server_patch.dump_format import StateLayout
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class ShardSequence:
         self, settings: ShardSettings, owner: StoreOwner, *, numbers: Iterator[int], rows: InputRows
     ) -> None:
         """`numbers`: of new shards. `rows`: bound the samples that a new shard expects."""
-        self.layout: Layout = settings.identity.layout
+        self.layout: StateLayout = settings.identity.layout
         self._settings = settings
         self._owner = owner
         self._numbers = numbers

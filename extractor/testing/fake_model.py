@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from extractor.core.layout import Layout
+from server_patch.dump_format import StateLayout
 
 _HASH_STEP = 0x9E3779B1  # 2**32 divided by the golden ratio: spreads neighbours far apart
 
@@ -19,8 +19,8 @@ _HASH_STEP = 0x9E3779B1  # 2**32 divided by the golden ratio: spreads neighbours
 class FakeModel:
     """What the fake server pretends to serve."""
 
-    layout: Layout = field(
-        default_factory=lambda: Layout(
+    layout: StateLayout = field(
+        default_factory=lambda: StateLayout(
             boundaries=(1, 2, 3), hidden_size=8, dtype="BF16", last_kind="post"
         )
     )
@@ -41,7 +41,7 @@ class FakeModel:
 
 
 def fake_states(
-    ids: npt.NDArray[np.int32], layout: Layout, *, checkpoint: int = 0
+    ids: npt.NDArray[np.int32], layout: StateLayout, *, checkpoint: int = 0
 ) -> dict[str, npt.NDArray[Any]]:
     """The states of a prompt: name -> [N, width], uint16 bit patterns for 16-bit dtypes.
 

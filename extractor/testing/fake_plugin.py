@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from extractor.core.layout import Layout
 from extractor.core.rids import RID_PREFIX
 from extractor.system.process_id import process_start_ticks
 from extractor.testing.fake_model import FakeModel, fake_states
@@ -24,11 +24,9 @@ from server_patch.dump_format import (
     DumpHeader,
     EngineInfo,
     ErrorRecord,
-    LastKind,
     ModelInfo,
     ProcessInfo,
     Ready,
-    StateLayout,
     WeightsInfo,
     dump_name,
     encode_error,
@@ -92,7 +90,7 @@ class FakePlugin:
             capture=CaptureInfo(
                 plugin_version="fake",
                 boundaries=layout.boundaries,
-                last_kind=_last_kind(layout),
+                last_kind=layout.last_kind,
                 method="fake",
                 rid_prefix=RID_PREFIX,
                 ring_bytes=0,
@@ -134,19 +132,14 @@ class FakePlugin:
     ) -> None:
         layout = self.model.layout
         counter = next(self._counter)
-        boundaries = layout.boundaries
+        stated = layout
         if fault is Fault.WRONG_BOUNDARIES:
-            boundaries = tuple(boundary + 1 for boundary in boundaries)
+            stated = replace(layout, boundaries=tuple(b + 1 for b in layout.boundaries))
         header = DumpHeader(
             rid=rid,
             start=start,
             rows=end - start,
-            layout=StateLayout(
-                boundaries=boundaries,
-                hidden_size=layout.hidden_size,
-                dtype=layout.dtype,
-                last_kind=_last_kind(layout),
-            ),
+            layout=stated,
             boot_id=self.boot_id,
             rank=0,
             counter=counter,
@@ -174,8 +167,3 @@ class FakePlugin:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def _last_kind(layout: Layout) -> LastKind:
-    assert layout.last_kind in ("post", "pre", "both")
-    return layout.last_kind  # type: ignore[return-value]

@@ -16,7 +16,6 @@ from helpers import Ids, dumps_under, make_prompts, prompt_of, write_prompts
 from acceptance.tool import Server, Tool
 from extractor.core.checks import ReplyFacts, check_header, check_ids
 from extractor.core.failure import Failure, FailureKind
-from extractor.core.layout import Layout
 from extractor.core.request import Limits, Request, dump_bytes
 from extractor.core.rids import rid_prefix
 from extractor.dumps.collector import Collector
@@ -128,7 +127,7 @@ async def test_every_row_of_a_prompt_arrives_with_its_token(talk: Talk, length: 
         found = np.frombuffer(piece.handle.path.read_bytes()[span.begin : span.end], dtype="<i4")
         assert check_ids(np.array(ids, dtype=np.int32), found, start=piece.start) is None
     used = sum(piece.handle.dump.size_bytes for piece in pieces)
-    assert used <= dump_bytes(length, Layout.of(talk.ready), talk.limits)
+    assert used <= dump_bytes(length, talk.ready.layout, talk.limits)
 
 
 async def test_the_same_prompt_again_is_computed_again(talk: Talk) -> None:

@@ -107,7 +107,11 @@ def shm_fills(nth: int, arena: Arena, undisturbed: dict[int, str]) -> None:
         return None
 
     arena.start_server(faults=fill)
-    ended = arena.run("--dump-timeout", 0.2, timings=as_if_large(health={"space_patience_s": 0.3}))
+    # As in real time, the pause before a prompt is sent again is no fraction of the patience.
+    timings = as_if_large(
+        health={"space_patience_s": 0.3}, dispatch={"retry_base_s": 3.0, "retry_max_s": 3.0}
+    )
+    ended = arena.run("--dump-timeout", 0.2, timings=timings)
     assert ended.code == 4, ended
     assert str(arena.root) in ended.stderr, ended
     assert "p.jsonl:" not in ended.stderr, ended

@@ -11,11 +11,16 @@ from functools import partial
 
 from extractor.testing.faults import Fault as ServerFault
 from extractor.testing.faults import FaultPlan
-from faults.arena import Arena, as_if_large
+from faults.arena import NUM_PROMPTS, Arena, as_if_large
 from faults.cases import SEED, Case, must_end, resume
 from faults.steps import Fault
 
-HURRY = as_if_large(health={"gone_after_s": 0.4, "useless_after_s": 0.4, "trial_after_s": 0.1})
+#: All prompts are in progress, so that failures show of the server, not of the one prompt that is
+#: tried again and again within milliseconds.
+HURRY = as_if_large(
+    health={"gone_after_s": 0.4, "useless_after_s": 0.4, "trial_after_s": 0.1},
+    store={"group_samples": NUM_PROMPTS},
+)
 SHORT_TIMEOUTS = ("--request-timeout", 0.4, "--dump-timeout", 0.4)
 #: What a server may do to a request without the row being lost.
 PASSING = (

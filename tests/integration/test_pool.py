@@ -73,8 +73,7 @@ def test_the_pool_gives_what_one_renderer_gives_in_the_same_order(folder: str) -
     assert {type(reason) for _, reason, *_ in expected} != {str}  # bad rows were among them
 
 
-def test_only_a_few_batches_are_read_ahead(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "BATCH_ROWS", 4)
+def test_only_a_few_batches_are_read_ahead(folder: str) -> None:
     num_read = 0
 
     def counted() -> Iterator[RawRow]:
@@ -83,7 +82,7 @@ def test_only_a_few_batches_are_read_ahead(folder: str, monkeypatch: pytest.Monk
             num_read += 1
             yield row
 
-    with RendererPool(Renderer.load(folder), num_workers=1) as pool:
+    with RendererPool(Renderer.load(folder), num_workers=1, batch_rows=4) as pool:
         items = pool.prompts_from(counted())
         for taken in range(1, 9):
             next(items)

@@ -60,7 +60,6 @@ from extractor.core.errors import (
     first_known,
 )
 from extractor.core.events import Reporter
-from extractor.core.layout import Layout
 from extractor.core.request import Limits, dump_bytes
 from extractor.core.rids import PROBE_SESSION
 from extractor.core.timings import DEFAULT_TIMINGS, StoreTimings, Timings
@@ -74,7 +73,7 @@ from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import LATE_S, Fault, faults_once
 from manifest.states import Reason, State
 from prompts.types import InputError
-from server_patch.dump_format import Dump, read_beginning
+from server_patch.dump_format import Dump, StateLayout, read_beginning
 
 #: Of what is waited for in vain; everything else may take as long as a busy machine takes.
 #: Long enough for the dumps of Fault.LATE, which come after their requests were given up.
@@ -108,13 +107,13 @@ async def raises_known(task: asyncio.Task[RunSummary]) -> BaseException:
     "layout",
     [
         LAYOUT,
-        Layout(boundaries=(0,), hidden_size=6, dtype="F32", last_kind="both"),
-        Layout(boundaries=(2, 3), hidden_size=10, dtype="F16", last_kind="pre"),
+        StateLayout(boundaries=(0,), hidden_size=6, dtype="F32", last_kind="both"),
+        StateLayout(boundaries=(2, 3), hidden_size=10, dtype="F16", last_kind="pre"),
     ],
     ids=lambda layout: f"{layout.dtype}-{layout.last_kind}",
 )
 async def test_every_prompt_is_stored_with_its_own_states(
-    tmp_path: Path, dump_root: Path, notes: Notes, layout: Layout
+    tmp_path: Path, dump_root: Path, notes: Notes, layout: StateLayout
 ) -> None:
     prompts = make_prompts(60)
     async with FakeServer(dump_root, model=FakeModel(layout=layout)).running() as server:
@@ -269,7 +268,7 @@ async def test_dumps_never_exceed_the_byte_budget(
     tmp_path: Path, dump_root: Path, notes: Notes, chunk_tokens: int
 ) -> None:
     model = FakeModel(
-        layout=Layout(boundaries=(1, 2, 3), hidden_size=512, dtype="BF16", last_kind="post"),
+        layout=StateLayout(boundaries=(1, 2, 3), hidden_size=512, dtype="BF16", last_kind="post"),
         context_length=64,
     )
     limits = Limits(max_prompt_tokens=57, vocab_size=1000, chunk_tokens=chunk_tokens or 57)
@@ -293,7 +292,7 @@ async def test_dumps_of_failed_attempts_give_their_room_back(
 ) -> None:
     """An answer that tells of a failure comes after a whole dump, which nobody wants."""
     model = FakeModel(
-        layout=Layout(boundaries=(1, 2, 3), hidden_size=512, dtype="BF16", last_kind="post"),
+        layout=StateLayout(boundaries=(1, 2, 3), hidden_size=512, dtype="BF16", last_kind="post"),
         context_length=64,
     )
     limits = Limits(max_prompt_tokens=57, vocab_size=1000, chunk_tokens=57)

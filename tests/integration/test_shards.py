@@ -22,7 +22,6 @@ from helpers import (
 )
 
 from extractor.core.errors import UsageError
-from extractor.core.layout import Layout
 from extractor.core.run_options import Output
 from extractor.dumps.correlator import Piece
 from extractor.dumps.dump_piece import SampleFault
@@ -33,14 +32,14 @@ from extractor.system.direct_io import ALIGNMENT
 from extractor.testing.fake_model import fake_states
 from manifest.records import PromptFacts, Shard, StoredRow, StoredSample
 from manifest.states import Reason
-from server_patch.dump_format import encode_header, read_beginning
+from server_patch.dump_format import StateLayout, encode_header, read_beginning
 
 
 class Dumps:
     """Writes a prompt's dumps as the plugin would, in pieces of some rows; read whole or not."""
 
     def __init__(
-        self, directory: Path, layout: Layout = LAYOUT, *, are_read_whole: bool = False
+        self, directory: Path, layout: StateLayout = LAYOUT, *, are_read_whole: bool = False
     ) -> None:
         self._directory = directory
         self._are_read_whole = are_read_whole
@@ -96,7 +95,7 @@ def row_of(ordinal: int, sample: StoredSample, num_tokens: int) -> StoredRow:
 def test_the_safetensors_library_gives_back_every_value(
     tmp_path: Path, settings: ShardSettings, dtype: str, last_kind: str, are_read_whole: bool
 ) -> None:
-    layout = Layout(boundaries=(1, 2), hidden_size=6, dtype=dtype, last_kind=last_kind)
+    layout = StateLayout(boundaries=(1, 2), hidden_size=6, dtype=dtype, last_kind=last_kind)
     identity = make_identity(boundaries=(1, 2), hidden_size=6, dtype=dtype, last_kind=last_kind)
     settings = replace(settings, identity=identity)
     dumps = Dumps(tmp_path, layout, are_read_whole=are_read_whole)

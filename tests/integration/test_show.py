@@ -13,9 +13,9 @@ from templates import QWEN3, tokenizer_for
 
 from extractor.cli.main import cli
 from extractor.core.errors import UsageError
-from extractor.core.layout import Layout
 from extractor.shards.format import header_room, sample_bytes
 from prompts.types import InputError
+from server_patch.dump_format import StateLayout
 
 ROWS = [
     {"id": "a", "messages": [{"role": "user", "content": "hello"}]},
@@ -156,7 +156,7 @@ def test_a_dry_run_knows_sizes_from_the_model_s_configuration(tmp_path: Path) ->
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     fitting = [row for row in make_prompts(40, longest=60) if len(row.ids) < 50]
-    layout = Layout(boundaries=(1, 2), hidden_size=64, dtype="BF16", last_kind="both")
+    layout = StateLayout(boundaries=(1, 2), hidden_size=64, dtype="BF16", last_kind="both")
     assert document["prompts"] == len(fitting)
     assert document["failed"] == {"too_long": 40 - len(fitting)}
     assert document["tokens"] == sum(len(row.ids) for row in fitting)

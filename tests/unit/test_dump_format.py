@@ -22,7 +22,6 @@ from server_patch.dump_format import (
     DumpHeader,
     ErrorRecord,
     StateLayout,
-    bytes_per_token,
     decode_error,
     decode_header,
     decode_ready,
@@ -58,12 +57,7 @@ headers = st.builds(
 
 
 def data_bytes(header: DumpHeader) -> int:
-    return header.rows * bytes_per_token(
-        num_boundaries=len(header.layout.boundaries),
-        hidden_size=header.layout.hidden_size,
-        dtype=header.layout.dtype,
-        last_kind=header.layout.last_kind,
-    )
+    return header.rows * header.layout.bytes_per_token
 
 
 @given(headers)

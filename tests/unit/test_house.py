@@ -139,12 +139,10 @@ RULES: dict[str, Callable[[], set[str]]] = {
 }
 KNOWN: dict[str, set[str]] = {
     "patches_of_constants": {
-        "tests/integration/test_pool.py: BATCH_ROWS",
         "tests/unit/test_prompts_bounds.py: BATCH_BYTES",
         "tests/unit/test_prompts_bounds.py: MAX_EXPANDED_BYTES",
         "tests/unit/test_prompts_bounds.py: MAX_ROW_BYTES",
         "tests/unit/test_prompts_bounds.py: MAX_TURNS_RENDERED",
-        "tests/unit/test_prompts_bounds.py: MAX_WHOLE_CHARS",
         "tests/unit/test_prompts_containers.py: MAX_ROW_BYTES",
         "tests/unit/test_prompts_inputs.py: BLOCK_BYTES",
         "tests/unit/test_prompts_inputs.py: CHUNK_BYTES",

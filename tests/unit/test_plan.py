@@ -10,17 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extractor.core.admission import refusal
-from extractor.core.layout import Layout
 from extractor.core.request import Limits, Request, dump_bytes
 from extractor.core.rids import make_rid, rid_prefix
 from manifest.states import Reason
-from server_patch.dump_format import encode_header
+from server_patch.dump_format import StateLayout, encode_header
 
 LIMITS = Limits(max_prompt_tokens=10, vocab_size=100, chunk_tokens=4)
 PAGE_BYTES = 4096
 
 layouts = st.builds(
-    Layout,
+    StateLayout,
     boundaries=st.sets(st.integers(0, 80), min_size=1, max_size=6).map(
         lambda found: tuple(sorted(found))
     ),
@@ -32,7 +31,7 @@ layouts = st.builds(
 
 @given(layouts, st.integers(1, 5000), st.integers(1, 3000), st.integers(1, 3000))
 def test_dumps_never_take_more_than_was_planned(
-    layout: Layout, num_tokens: int, chunk_tokens: int, first: int
+    layout: StateLayout, num_tokens: int, chunk_tokens: int, first: int
 ) -> None:
     """The first chunk may be shared, so it may be of any size; tmpfs rounds to pages."""
     limits = Limits(max_prompt_tokens=10**6, vocab_size=10, chunk_tokens=chunk_tokens)
@@ -45,7 +44,7 @@ def test_dumps_never_take_more_than_was_planned(
             start=start, rows=rows, boundaries=layout.boundaries, hidden_size=layout.hidden_size,
             dtype=layout.dtype, last_kind=layout.last_kind, boot_id="b" * 64, counter=10**9,
         )  # fmt: skip
-        size = len(encode_header(header)) + rows * layout.dump_bytes_per_token
+        size = len(encode_header(header)) + rows * layout.bytes_per_token
         used += -(-size // PAGE_BYTES) * PAGE_BYTES
         start += rows
         step = chunk_tokens
@@ -95,5 +94,5 @@ def test_what_would_kill_or_be_cut_by_the_server_is_refused(
 
 
 def test_bytes_per_token_are_those_of_the_states_and_the_id() -> None:
-    assert LAYOUT.dump_bytes_per_token == (3 + 1) * 8 * 2 + 4
+    assert LAYOUT.bytes_per_token == (3 + 1) * 8 * 2 + 4
     assert np.dtype(np.int32).itemsize == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,8 @@ def test_a_row_of_very_many_turns_is_not_rendered() -> None:
 def test_a_text_of_few_and_long_tokens_is_not_tokenised_beyond_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prompts.render.MAX_WHOLE_CHARS", 100_000)
-    renderer = Renderer(tokenizer_for(QWEN3), bound=TokenBound(max_tokens=1000))
+    bound = TokenBound(max_tokens=1000, max_whole_chars=100_000)
+    renderer = Renderer(tokenizer_for(QWEN3), bound=bound)
     assert renderer.tokenizer is not None
     monkeypatch.setattr(renderer.tokenizer, "has_more_tokens", lambda texts, num_tokens: False)
     assert isinstance(renderer.prompt_from(raw({"text": "a " * 50_000})), Prompt)
@@ -221,7 +222,7 @@ def test_a_tokenised_beginning_equals_that_of_the_whole_text(
         assert counts["characters"] < 64 * max_tokens * len(rows)
 
 
-def test_a_text_without_words_is_kept_whole_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_words_is_kept_whole_or_fails() -> None:
     bound = TokenBound(max_tokens=100, keeps_beginning=True)
     renderer = Renderer(tokenizer_for(QWEN3), bound=bound)
     row = {"text": "x" * 20_000}
@@ -229,7 +230,7 @@ def test_a_text_without_words_is_kept_whole_or_fails(monkeypatch: pytest.MonkeyP
     assert isinstance(prompt, Prompt) and len(row["text"]) == 20_000
     assert renderer.tokenizer is not None
     assert renderer.tokenizer.decode(prompt.input_ids.tolist()) == row["text"]
-    monkeypatch.setattr("prompts.tokenizer.MAX_WHOLE_CHARS", 10_000)
+    renderer.bound = replace(bound, max_whole_chars=10_000)
     reason, detail = refusal(renderer, row)
     assert (reason, "cut it before" in detail) == (RowReason.TOO_LONG, True)
 

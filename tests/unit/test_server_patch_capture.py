@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from server_patch import sglang_api
-from server_patch.capture import Capture, NormProbe, install
+from server_patch.capture import Capture, install
 from server_patch.capture_points import arm, find_parts
+from server_patch.norm_probe import NormProbe
 
 H, NUM_LAYERS = 4, 8
 BOUNDARIES = (2, 4)
@@ -106,7 +107,7 @@ def make_model(
     capture = Capture(
         points=arm(parts, BOUNDARIES), rid_prefix="xtr-", shares_forward=shares_forward
     )
-    install(parts.inner, capture)
+    install(parts.inner, capture.run)
     capture.connect(tap, NormProbe(parts.final_norm()) if probe else None)
     return causal, capture
 
@@ -285,4 +286,4 @@ def test_a_forward_without_a_batch_is_refused() -> None:
 
     _, capture = make_model(FakeTap())
     with pytest.raises(sglang_api.EngineError, match="takes no forward_batch"):
-        install(Odd(), capture)
+        install(Odd(), capture.run)

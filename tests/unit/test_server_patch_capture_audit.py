@@ -12,8 +12,8 @@ import torch
 from server_patch.capture import Capture, install
 from server_patch.capture_audit import PointsAudit, Proof
 from server_patch.capture_points import ArmError, arm, find_parts
-from server_patch.layer_hooks import LayerHooks
-from server_patch.layer_trace import Proven, _close
+from server_patch.layer_hooks import LayerHooks, Proven
+from server_patch.layer_trace import _close
 
 H, NUM_LAYERS, ROWS = 8, 5, 6
 BOUNDARIES = (0, 1, 4)
@@ -198,7 +198,7 @@ class Court:
         proof = Proof(
             self.parts, proven=self.proven.append, refused=lambda e: self.refused.append(str(e))
         )
-        self.uninstall = install(inner, proof)
+        self.uninstall = install(inner, proof.run)
 
 
 def true_streams(kind: type[Inner]) -> list[torch.Tensor]:
@@ -239,12 +239,12 @@ def test_a_proven_model_is_captured_right(kind: type[Inner], stream: str) -> Non
     assert found.stream == stream
     court.uninstall()
 
-    points = LayerHooks(court.parts, BOUNDARIES, stream=found.stream, consumers=found.consumers)
+    points = LayerHooks(court.parts, BOUNDARIES, found)
     capture = Capture(points=points, rid_prefix="xtr-", shares_forward=False)
     taken: list[Any] = []
     tap: Any = SimpleNamespace(take=lambda batch, states: taken.append(states))
     capture.connect(tap, points.probe())
-    install(court.inner, capture)
+    install(court.inner, capture.run)
     for batch in (make_batch("DECODE", ("xtr-a",)), make_batch(), make_batch(rids=("xtr-a",))):
         assert torch.equal(run(court.inner, batch), plain)
     (states,) = taken
@@ -390,7 +390,7 @@ def proven_hooks() -> tuple[Court, LayerHooks]:
     run(court.inner, make_batch())
     (found,) = court.proven
     court.uninstall()
-    points = LayerHooks(court.parts, (1, 3), stream=found.stream, consumers=found.consumers)
+    points = LayerHooks(court.parts, (1, 3), found)
     return court, points
 
 
@@ -496,7 +496,7 @@ def audit(
         refuse=lambda rids, reason: refused.append(reason),
     )
     capture.connect(tap, None)
-    install(inner, capture)
+    install(inner, capture.run)
     plain = run(kind(), make_batch())
     for batch in (make_batch("DECODE"), make_batch(), make_batch(rids=("xtr-a",))):
         assert torch.equal(run(inner, batch), plain)
@@ -565,11 +565,7 @@ def test_a_request_of_ours_that_is_audited_itself_gets_the_fault_and_no_dump() -
 
     def change(found: Proven | None) -> None:
         assert found is not None
-        capture.change(
-            LayerHooks(
-                parts, (1, 3), stream=found.stream, consumers=found.consumers, instead_of=points
-            )
-        )
+        capture.change(LayerHooks(parts, (1, 3), found, instead_of=points))
 
     taken: list[Any] = []
     refused: list[str] = []
@@ -578,7 +574,7 @@ def test_a_request_of_ours_that_is_audited_itself_gets_the_fault_and_no_dump() -
         refuse=lambda rids, reason: refused.append(reason),
     )
     capture.connect(tap, None)
-    install(inner, capture)
+    install(inner, capture.run)
     for _ in range(2):
         run(inner, make_batch(rids=("xtr-a",)))
     (reason,) = refused

@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import change_ready
 
-from server_patch import capture_audit, capture_points, plugin, sglang_api, weights
+from server_patch import arming, capture_audit, capture_points, plugin, sglang_api, weights
 from server_patch.dump_dir import RankDirError, make_boot_id, make_rank_dir
 from server_patch.dump_format import FAILED_NAME, READY_NAME, Ready, decode_ready
 from server_patch.ready import own_start_ticks
@@ -140,7 +140,7 @@ def test_bad_settings_leave_their_reason_under_the_root(
 def test_a_loaded_model_is_armed_and_ready(armed_environment: Path, tmp_path: Path) -> None:
     runner = make_runner(tmp_path)
     plain = runner.model.model.forward
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     ready = decode_ready((armed_environment / "boot" / "0" / READY_NAME).read_bytes())
     assert ready.capture.boundaries == (2, 4, 5)
     assert (ready.process.pid, ready.process.start_ticks) == (os.getpid(), own_start_ticks())
@@ -171,7 +171,7 @@ def test_ready_names_the_weights_by_their_content(
     found = []
     for boot, runner in (("boot", first), ("again", first), ("changed", second)):
         monkeypatch.setenv("SGLANG_HS_BOOT_ID", boot)
-        plugin._after_load_model(None, runner)
+        arming.after_load_model(None, runner)
         path = armed_environment / boot / "0" / READY_NAME
         found.append(decode_ready(path.read_bytes()))
         vars(runner.model.model).pop("forward")
@@ -188,30 +188,30 @@ def test_weights_that_cannot_be_read_leave_ready_without_their_id(
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(weights, "fingerprint", broken)
-    plugin._after_load_model(None, make_runner(tmp_path))
+    arming.after_load_model(None, make_runner(tmp_path))
     assert read_ready(armed_environment).weights.id is None
 
 
 def test_ready_is_rewritten_after_an_update_and_a_new_label(
     armed_environment: Path, tmp_path: Path
 ) -> None:
-    plugin._after_load_model(None, make_runner(tmp_path, weight_version="default"))
+    arming.after_load_model(None, make_runner(tmp_path, weight_version="default"))
     loaded = read_ready(armed_environment)
-    plugin._before_weight_update()
+    arming.before_weight_update()
     updated = read_ready(armed_environment)
     assert updated.weights.id is not None and loaded.weights.id is not None
     assert updated.weights.id.startswith(f"{loaded.weights.id}+")
     assert updated == change_ready(loaded, weights=updated.weights.id)
-    plugin._after_weight_label("v2")
+    arming.after_weight_label("v2")
     assert read_ready(armed_environment) == change_ready(updated, weight_version="v2")
 
 
 def test_an_update_does_not_restore_a_removed_ready(
     armed_environment: Path, tmp_path: Path
 ) -> None:
-    plugin._after_load_model(None, make_runner(tmp_path))
+    arming.after_load_model(None, make_runner(tmp_path))
     (armed_environment / "boot" / "0" / READY_NAME).unlink()
-    plugin._before_weight_update()
+    arming.before_weight_update()
     assert not (armed_environment / "boot" / "0" / READY_NAME).exists()
 
 
@@ -220,10 +220,10 @@ def test_ready_is_rewritten_when_late_weights_are_loaded(
 ) -> None:
     runner = make_runner(tmp_path)
     runner.startup_weight_load = object()
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     assert read_ready(armed_environment).weights.id is None
     runner.startup_weight_load = None
-    plugin._after_late_load(runner)
+    arming.after_late_load(runner)
     assert read_ready(armed_environment).weights.id is not None
 
 
@@ -252,7 +252,7 @@ def test_ready_has_the_numeric_settings_as_the_engine_resolved_them(
     runner.model_config.hf_config = SimpleNamespace(
         to_dict=lambda: {"a": torch.bfloat16, "_name_or_path": "/any"}
     )
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     settings = dict(read_ready(armed_environment).engine.settings)
     assert len(settings.pop("forward_hooks")) <= 300
     assert settings.pop("torch") == torch.__version__
@@ -392,7 +392,7 @@ def test_a_second_engine_of_the_same_tree_gets_a_directory_of_its_own(
     armed_environment: Path, tmp_path: Path
 ) -> None:
     for _ in range(2):
-        plugin._after_load_model(None, make_runner(tmp_path))
+        arming.after_load_model(None, make_runner(tmp_path))
     boots = {path.parent.parent.name for path in armed_environment.glob(f"*/0/{READY_NAME}")}
     assert len(boots) == 2
     for boot in boots:
@@ -416,7 +416,7 @@ def test_refusals_say_which_flag_to_change(
     args: dict[str, Any], reason: str, armed_environment: Path, tmp_path: Path
 ) -> None:
     runner = make_runner(tmp_path, **args)
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     assert os.listdir(armed_environment / "boot" / "0") == [FAILED_NAME]
     failed = json.loads((armed_environment / "boot" / "0" / FAILED_NAME).read_bytes())
     assert reason in failed["reason"]
@@ -504,7 +504,7 @@ def test_a_model_without_setter_is_refused_where_hooks_cannot_be_proven_right(
     runner = make_runner(tmp_path, **args)
     runner.model.model.layers_to_capture = None
     runner.model.model.layers = torch.nn.ModuleList(FakeLayer(1, 1) for _ in range(8))
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     failed = json.loads((armed_environment / "boot" / "0" / FAILED_NAME).read_bytes())
     assert reason in failed["reason"]
     assert "forward" not in vars(runner.model.model)
@@ -547,7 +547,7 @@ def test_a_capture_before_a_fused_all_reduce_is_refused(
 ) -> None:
     runner = make_runner(tmp_path, **{"tp_size": 2, **args})
     runner.model.model.layers = torch.nn.ModuleList(layer(1, 1) for _ in range(8))
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     home = armed_environment / "boot" / "0"
     assert (home / READY_NAME).exists() is not is_refused
     if is_refused:
@@ -570,7 +570,7 @@ def test_points_without_a_setter_are_announced_when_they_are_proven(
 ) -> None:
     monkeypatch.delattr(FakeForCausalLM, "set_eagle3_layers_to_capture")
     monkeypatch.setattr(capture_audit, "PointsAudit", FakeAudit)
-    plugin._after_load_model(None, make_runner(tmp_path))
+    arming.after_load_model(None, make_runner(tmp_path))
     home = armed_environment / "boot" / "0"
     assert FakeAudit.last.must_prove
     assert not (home / READY_NAME).exists()
@@ -583,7 +583,7 @@ def test_points_that_are_found_wrong_are_taken_back(
     armed_environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture_audit, "PointsAudit", FakeAudit)
-    plugin._after_load_model(None, make_runner(tmp_path))
+    arming.after_load_model(None, make_runner(tmp_path))
     home = armed_environment / "boot" / "0"
     assert decode_ready((home / READY_NAME).read_bytes()).capture.method == capture_points.SETTER
     assert not FakeAudit.last.must_prove
@@ -598,7 +598,7 @@ def test_other_ranks_arm_and_write_nothing(
 ) -> None:
     monkeypatch.setattr(sglang_api, "_attention_tp_rank", lambda: 1)
     runner = make_runner(tmp_path)
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     assert not armed_environment.exists()
     assert "forward" in vars(runner.model.model)
 
@@ -610,7 +610,7 @@ def test_a_writer_that_cannot_start_keeps_the_capture_of_all_ranks_alike(
     monkeypatch.setenv("SGLANG_HS_RING_BYTES", "65536")
     runner = make_runner(tmp_path)
     runner.model_config.hf_text_config.hidden_size = 1 << 20
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     assert os.listdir(armed_environment / "boot" / "0") == [FAILED_NAME]
     assert "forward" in vars(runner.model.model)
 
@@ -618,7 +618,7 @@ def test_a_writer_that_cannot_start_keeps_the_capture_of_all_ranks_alike(
 def test_draft_models_are_left_alone(armed_environment: Path, tmp_path: Path) -> None:
     runner = make_runner(tmp_path)
     runner.is_draft_worker = True
-    plugin._after_load_model(None, runner)
+    arming.after_load_model(None, runner)
     assert not armed_environment.exists()
 
 
@@ -627,8 +627,8 @@ def test_nothing_that_fails_reaches_the_engine(
 ) -> None:
     armed_environment.write_text("a file where the root should be")
     with caplog.at_level(logging.ERROR):
-        plugin._after_load_model(None, SimpleNamespace())
-        plugin._after_load_model(None, make_runner(tmp_path))
+        arming.after_load_model(None, SimpleNamespace())
+        arming.after_load_model(None, make_runner(tmp_path))
     assert "SimpleNamespace has no is_draft_worker in SGLang 9.9.9" in caplog.text
     assert "nothing will be written" in caplog.text
 

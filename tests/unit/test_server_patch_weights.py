@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from server_patch import weights as module
-from server_patch.fingerprint import Fingerprint, combine, fingerprint
-from server_patch.weights import Found, Measured, Ranks, Weights
+from server_patch.dump_format import WeightsInfo
+from server_patch.fingerprint import combine, fingerprint
+from server_patch.weights import UNKNOWN, Measured, Ranks, Weights
 
 
 def make_model(value: float = 0.0) -> torch.nn.Module:
@@ -24,7 +25,7 @@ def make_model(value: float = 0.0) -> torch.nn.Module:
 
 
 def find(content: str = "c0ffee", boot_id: str = "boot") -> Weights:
-    found = Found(fingerprint=Fingerprint(layout="l", content=content), seconds=0.25)
+    found = WeightsInfo(id=content, layout="l", seconds=0.25)
     return Weights(boot_id=boot_id, found=found, version="default")
 
 
@@ -44,9 +45,9 @@ def measure(store: Any, rank: int, model: Any, ranks: tuple[int, ...]) -> Measur
 
 def test_one_rank_needs_no_store() -> None:
     found = measure(None, 0, make_model(), (0,)).gather()
-    assert found is not None
-    assert found.fingerprint == combine([fingerprint(make_model())])
-    assert found.seconds > 0
+    whole = combine([fingerprint(make_model())])
+    assert (found.id, found.layout) == (whole.content, whole.layout)
+    assert found.seconds is not None and found.seconds > 0
 
 
 def test_ranks_that_measure_at_different_times_get_the_same_id() -> None:
@@ -54,13 +55,13 @@ def test_ranks_that_measure_at_different_times_get_the_same_id() -> None:
     models = [make_model(0), make_model(1), make_model(2)]
     ranks = (4, 5, 6)  # a group that is only a part of the world
 
-    def run(index: int) -> Found | None:
+    def run(index: int) -> WeightsInfo:
         return measure(store, ranks[index], models[index], ranks).gather()
 
     with ThreadPoolExecutor(max_workers=3) as pool:
         found = list(pool.map(run, (2, 0, 1)))
-    assert all(found)
-    assert {each.fingerprint for each in found if each} == {combine(list(map(fingerprint, models)))}
+    whole = combine(list(map(fingerprint, models)))
+    assert {(each.id, each.layout) for each in found} == {(whole.content, whole.layout)}
 
 
 def test_a_rank_that_cannot_compute_leaves_all_without_an_id(
@@ -69,8 +70,8 @@ def test_a_rank_that_cannot_compute_leaves_all_without_an_id(
     store = torch.distributed.HashStore()
     broken = measure(store, 1, Broken(), (0, 1))
     with caplog.at_level(logging.WARNING):
-        assert measure(store, 0, make_model(), (0, 1)).gather() is None
-        assert broken.gather() is None
+        assert measure(store, 0, make_model(), (0, 1)).gather() == UNKNOWN
+        assert broken.gather() == UNKNOWN
     assert "rank 1: RuntimeError('no weights here')" in caplog.text
     assert "goes unnoticed" in caplog.text
 
@@ -81,7 +82,7 @@ def test_a_rank_that_publishes_nothing_does_not_hang_the_others(
     """For example, a second node on which the plugin is not set up."""
     monkeypatch.setattr(module, "_PATIENCE_S", 0.01)
     with caplog.at_level(logging.WARNING):
-        assert measure(torch.distributed.HashStore(), 0, make_model(), (0, 1)).gather() is None
+        assert measure(torch.distributed.HashStore(), 0, make_model(), (0, 1)).gather() == UNKNOWN
     assert "rank 1 has not published its part" in caplog.text
     assert "SGLANG_HS_DUMP_DIR" in caplog.text
 
@@ -91,7 +92,7 @@ def test_missing_ranks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
         raise RuntimeError("no such group")
 
     with caplog.at_level(logging.WARNING):
-        assert Measured(find_ranks, make_model()).gather() is None
+        assert Measured(find_ranks, make_model()).gather() == UNKNOWN
     assert "no such group" in caplog.text
 
 
@@ -108,7 +109,7 @@ model.register_buffer("w", torch.full((3,), float(rank)))
 store = torch.distributed.distributed_c10d._get_default_store()
 measured = Measured(lambda: Ranks(rank=rank, ranks=[0, 1], store=store), model)
 if rank == 0 or sys.argv[3] == "all":
-    print(measured.gather().fingerprint.content)
+    print(measured.gather().id)
 torch.distributed.barrier()  # the engine's next collective
 """
 
@@ -146,18 +147,18 @@ def test_each_update_gives_a_new_id_that_all_ranks_of_one_server_share() -> None
 
 
 def test_an_update_of_unknown_weights_is_seen() -> None:
-    weights = Weights(boot_id="boot", found=None)
+    weights = Weights(boot_id="boot")
     assert weights.info.id is None
     weights.updated()
     assert weights.info.id is not None and weights.info.id.startswith("unknown+")
 
 
 def test_watchers_are_called_for_updates_labels_and_late_weights() -> None:
-    weights = Weights(boot_id="boot", found=None, version="default")
+    weights = Weights(boot_id="boot", version="default")
     heard: list[tuple[str | None, str | None]] = []
     weights.watch(lambda: heard.append((weights.info.id, weights.info.version)))
     weights.labelled("default")
     assert heard == []
     weights.labelled("v2")
-    weights.loaded(Found(fingerprint=Fingerprint(layout="l", content="c"), seconds=1))
+    weights.loaded(WeightsInfo(id="c", layout="l", seconds=1))
     assert heard == [(None, "v2"), ("c", "v2")]

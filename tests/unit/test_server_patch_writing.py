@@ -23,6 +23,7 @@ from server_patch import durable_files, request_log
 from server_patch.dump_dir import RankDir
 from server_patch.dump_format import (
     StateLayout,
+    WeightsInfo,
     decode_error,
     dump_name,
     error_name,
@@ -30,14 +31,13 @@ from server_patch.dump_format import (
     is_error_name,
     read_header,
 )
-from server_patch.fingerprint import Fingerprint
 from server_patch.ring import Ring, RingError, RingPlan, plan_ring
 from server_patch.sglang_api import PrefillBatch
 from server_patch.slot_layout import SlotLayout
 from server_patch.staging import CpuStager, StagingError, States, gather
-from server_patch.stats import STATS_NAME, Stats, StatsFile
+from server_patch.stats import STATS_NAME, Stats
 from server_patch.tap import Tap
-from server_patch.weights import Found, Weights
+from server_patch.weights import Weights
 from server_patch.writer_pool import WriterPool, _split
 from server_patch.writer_process import DumpWriter
 from server_patch.writer_protocol import (
@@ -103,8 +103,7 @@ class Rig:
     ) -> None:
         RIGS.append(self)
         self.directory = directory
-        self.stats = Stats()
-        self.weights = Weights(boot_id="boot", found=None)
+        self.weights = Weights(boot_id="boot")
         slot_bytes = LAYOUT.size_bytes(slot_rows) // 256 * 256 + 256
         self.ring = Ring(
             RingPlan(
@@ -118,18 +117,11 @@ class Rig:
         stager = stager or CpuStager()
 
         rank_dir = RankDir(directory=directory, boot_id="boot", rank=1, file_mode=0o640)
-
-        def assignment(socket_descriptor: int) -> Assignment:
-            return Assignment(
-                rank_dir=rank_dir,
-                states=STATES,
-                ring=self.ring.map,
-                socket_descriptor=socket_descriptor,
-                log_level=log_level,
-            )
-
-        self.assignment = assignment
-        self.supervisor = WriterSupervisor(assignment, clock=clock)
+        self.stats = Stats(rank_dir)
+        self.assignment = Assignment(
+            rank_dir=rank_dir, states=STATES, ring=self.ring.map, log_level=log_level
+        )
+        self.supervisor = WriterSupervisor(self.assignment, clock=clock)
         self.writers = WriterPool(
             self.supervisor,
             num_writers=2,
@@ -137,7 +129,6 @@ class Rig:
             ring=self.ring,
             stager=stager,
             stats=self.stats,
-            stats_file=StatsFile(self.stats, rank_dir),
         )
         self.tap = Tap(
             rid_prefix="xtr-",
@@ -218,7 +209,7 @@ def test_each_request_gets_its_own_rows(rig: Rig, packed: bool) -> None:
 def test_a_dump_names_the_weights_of_its_forward(tmp_path: Path) -> None:
     """Every part of a job keeps the id of its own forward, even if the write is delayed."""
     rig = Rig(tmp_path, start=False)
-    before = Found(fingerprint=Fingerprint(layout="l", content="before"), seconds=0)
+    before = WeightsInfo(id="before", layout="l", seconds=0)
     rig.weights.loaded(before)
     rig.tap.take(make_batch([3, 4]), make_states(7))
     rig.weights.updated()
@@ -342,9 +333,7 @@ def test_a_file_that_does_not_fit_becomes_an_error_record(
 
     monkeypatch.setattr(os, "writev", writev)
     ring_bytes = rig.ring.plan.total_bytes
-    writer = DumpWriter(
-        rig.assignment(0), memoryview(bytearray(ring_bytes))
-    )  # here, not in a process
+    writer = DumpWriter(rig.assignment, memoryview(bytearray(ring_bytes)))  # here, not in a process
     pieces = [SlotPiece(rid="xtr-0", start=0, begin=0, rows=9, counter=0)]
     report = writer.write(Job(slot=1, slot_rows=9, pieces=pieces))
     assert (report.pieces, report.errors, report.errors_lost) == (0, 1, 0)

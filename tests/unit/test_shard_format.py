@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers import LAYOUT, deserialize, make_identity
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extractor.core.errors import CorruptData, UsageError
-from extractor.core.layout import Layout
 from extractor.shards.format import (
     MAX_ROOM_BYTES,
     decode_shard_header,
@@ -22,9 +23,10 @@ from extractor.shards.format import (
     shard_name,
     tensor_name,
 )
+from server_patch.dump_format import StateLayout
 
 layouts = st.builds(
-    Layout,
+    StateLayout,
     boundaries=st.sets(st.integers(0, 80), min_size=1, max_size=6).map(
         lambda found: tuple(sorted(found))
     ),
@@ -37,7 +39,7 @@ lengths = st.lists(st.integers(1, 5000), max_size=20)
 
 @given(layouts, lengths)
 def test_a_header_is_read_back_and_its_offsets_tile_the_data(
-    layout: Layout, num_tokens: list[int]
+    layout: StateLayout, num_tokens: list[int]
 ) -> None:
     room = header_room(len(num_tokens), layout)
     samples = list(enumerate(num_tokens))
@@ -77,7 +79,7 @@ def test_the_safetensors_library_accepts_it(num_tokens: list[int]) -> None:
 
 @given(layouts, st.integers(0, 2000), st.integers(0, 10**9))
 def test_samples_that_fit_never_overflow_the_room(
-    layout: Layout, expected: int, first_ordinal: int
+    layout: StateLayout, expected: int, first_ordinal: int
 ) -> None:
     """Even for the longest entries there can be."""
     room = header_room(expected, layout)
@@ -108,9 +110,10 @@ def test_a_large_header_comes_in_blocks_that_make_up_its_room() -> None:
 
 
 def test_an_odd_hidden_size_of_two_bytes_is_refused_before_anything_is_written() -> None:
+    odd = StateLayout(boundaries=(1,), hidden_size=7, dtype="BF16", last_kind="post")
     with pytest.raises(UsageError, match="hidden size 7 is odd"):
-        sample_tensors(1, Layout(boundaries=(1,), hidden_size=7, dtype="BF16", last_kind="post"))
-    sample_tensors(1, Layout(boundaries=(1,), hidden_size=7, dtype="F32", last_kind="post"))
+        sample_tensors(1, odd)
+    sample_tensors(1, replace(odd, dtype="F32"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ POINTS = (
     "server_patch.sglang_api.is_prefill",
     "server_patch.sglang_api.read_batch",
     "server_patch.sglang_api.RequestIds",
-    "server_patch.capture.NormProbe.take",
+    "server_patch.norm_probe.NormProbe.take",
     "server_patch.capture.States",
     "server_patch.tap.Tap.take",
     "server_patch.tap.plan_spans",
