@@ -70,23 +70,19 @@ class Monitor:
         if state is before:
             return
         logger.info("health server=%s state=%s before=%s", url, state.value, before.value)
-        if state is HealthState.SERVING:
-            self._report(f"{url} serves again", event="server_back", server=url)
-        elif state is HealthState.PAUSED:
-            self._report(
-                f"{url} is failing all requests (last: {self._health.last_trouble}); pausing it "
-                "and probing",
-                event="server_silent",
-                level="warning",
-                server=url,
-            )
-        else:
-            self._report(
-                f"{url} is shutting down; not sending new prompts",
-                event="server_stopping",
-                level="warning",
-                server=url,
-            )
+        match state:
+            case HealthState.SERVING:
+                event, level, message = "server_back", "info", f"{url} serves again"
+            case HealthState.PAUSED:
+                event, level = "server_silent", "warning"
+                message = (
+                    f"{url} is failing all requests (last: {self._health.last_trouble}); pausing "
+                    "it and probing"
+                )
+            case HealthState.STOPPING:
+                event, level = "server_stopping", "warning"
+                message = f"{url} is shutting down; not sending new prompts"
+        self._report(message, event=event, level=level, server=url)
 
     def is_same_server(self) -> bool:
         """Whether the server that was proven is still the one behind the address.

@@ -20,11 +20,12 @@ from extractor.shards.writer import (
     SEALED_SHARDS,
     is_whole_on_disk,
     lost_rows,
-    remove_emptied,
     remove_unknown,
     reopen_on_disk,
     sealed_on_disk,
+    sealed_shard_path,
 )
+from extractor.system.files import sync_directory
 from manifest.records import Shard, StoredRow
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
@@ -60,7 +61,8 @@ async def reconcile(owner: StoreOwner, directory: Path, *, report: ReportLine) -
     for shard in shards:
         if shard.is_sealed and not shard.num_samples:
             # A repair moved all of them and was cut off before it came to this.
-            remove_emptied(directory, shard)
+            sealed_shard_path(directory, shard).unlink(missing_ok=True)
+            sync_directory(directory)
             await owner.call(partial(Store.drop_shard, number=shard.number))
             continue
         if shard.is_sealed and is_whole_on_disk(directory, shard):

@@ -243,12 +243,6 @@ def reopen_on_disk(directory: Path, shard: Shard) -> None:
         sync_directory(directory)
 
 
-def remove_emptied(directory: Path, shard: Shard) -> None:
-    """Remove a sealed shard whose samples were all moved elsewhere."""
-    sealed_shard_path(directory, shard).unlink(missing_ok=True)
-    sync_directory(directory)
-
-
 def remove_unknown(directory: Path, shards: Sequence[Shard]) -> None:
     """Remove open shards that the manifest never learnt of: none of their samples is stored."""
     known = {open_shard_path(directory, shard) for shard in shards}
