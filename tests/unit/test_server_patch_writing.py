@@ -583,7 +583,8 @@ def test_without_a_log_level_no_request_is_logged(
     rig.tap.take(make_batch([7], ["xtr-a"]), make_states(7))
     rig.tap.refuse(["xtr-b"], "for a reason")
     wait_for_reports(rig, pieces=1, errors=1)
-    assert caplog.records == []
+    # Supervisors of other tests may still log that a writer ended.
+    assert [text for text in caplog.messages if "rid=" in text] == []
     assert capfd.readouterr().err == ""
 
 
