@@ -95,7 +95,8 @@ from extractor.status.reporters import Together, reporter_for
     default=AUTO,
     show_default=True,
     metavar="N|auto",
-    help="Requests in flight with each server; auto: as many as raise its tokens/s.",
+    help="Maximum requests in flight with each server; auto: as many as it reports to run and "
+    "queue, at most 512.",
 )
 @click.option(
     "--shm-budget",
