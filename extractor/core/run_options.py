@@ -167,8 +167,8 @@ class Load:
         int | None,  # None: automatic
         Option(
             "--concurrency",
-            "Requests in flight with each server; auto: as many as raise its tokens/s.  "
-            "[default: auto]",
+            "Maximum requests in flight with each server; auto: as many as it reports to run and "
+            "queue, at most 512.  [default: auto]",
             least=1,
             most=MAX_CONCURRENCY,
             metavar="N|auto",

@@ -30,9 +30,9 @@ def default_limit(server_takes: int | None, *, connections: int) -> int:
 
     `server_takes`: requests that the server runs and queues without refusing one, which is twice
     what it runs at once where its queue has no bound; None where it does not say. `connections`:
-    what this process may open. In every run that was measured the largest number was the fastest or
-    within its noise of the fastest (benchmarks/concurrency.py); the byte budget bounds what it
-    costs.
+    what this process may open. Compared with the fastest fixed number the default had 1.00 of its
+    tokens/s on an H200 (benchmarks/results/2026-11-30-1xH200-concurrency). The byte budget bounds
+    what the requests cost.
 
     >>> default_limit(96, connections=1000), default_limit(None, connections=1000)
     (96, 512)
