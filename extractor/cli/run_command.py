@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from typing import Any
 
@@ -108,6 +109,8 @@ def run_command(
             )
             reporter.report(f"metrics at {url}")
             reporter = Together(reporter, metrics)
+        # Half a million objects of imported modules: each full collection would visit them.
+        gc.freeze()
         is_named = bool(values["urls"])
         extraction = _run(options, serve_options, reporter, timings, is_named=is_named)
         summary = run_async(extraction, timings=timings.stop)
