@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from extractor.cli.console import console
-from extractor.cli.option_types import PATH, SECONDS, Verbosity
+from extractor.cli.option_types import PATH, SECONDS, VERBOSITY
 from extractor.core.locations import DEFAULT_OUT
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,7 +75,7 @@ def verbose_option() -> click.Option:
     return click.Option(
         ["-v", "--verbose"],
         count=True,
-        type=Verbosity(),
+        type=VERBOSITY,
         is_eager=True,
         expose_value=False,
         show_default=False,
