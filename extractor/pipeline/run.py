@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from extractor.core.admission import token_bound
 from extractor.core.counters import Counters
 from extractor.core.errors import (
     BadAddress,
@@ -32,7 +31,7 @@ from extractor.dispatch.server import Server, require_connections
 from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
 from extractor.dumps.discovery import require_dump_directory
 from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
-from extractor.intake.prompt_stream import renderer_for
+from extractor.intake.prompt_stream import renderer_of_run
 from extractor.pipeline.open_data_set import Intake, OpenDataSet
 from extractor.pipeline.resume import (
     NOW,
@@ -172,10 +171,7 @@ class _Extraction:
         left = await reconcile(owner, options.output.shards_path, report=reporter.report)
         state.forget(left.lost)
         async with clients_of(
-            options.servers.urls,
-            concurrency=options.load.concurrency or MAX_DEFAULT_LIMIT,
-            request_timeout_s=options.patience.request_timeout_s,
-            timings=self.timings.client,
+            options, default_concurrency=MAX_DEFAULT_LIMIT, timings=self.timings.client
         ) as clients:
             try:
                 servers, renderer = await self._preflight(clients)
@@ -232,8 +228,7 @@ class _Extraction:
         ]
         tokenizer = options.input.tokenizer or compatible[0].facts.tokenizer_path
         limits = Limits.strictest([target.limits for target in compatible])
-        bound = token_bound(options.input.policy, limits)
-        renderer = await asyncio.to_thread(renderer_for, tokenizer, options.input.reading, bound)
+        renderer = await asyncio.to_thread(renderer_of_run, options.input, tokenizer, limits)
         return servers, renderer
 
     async def _identity(self, state: RunState, target: Target, renderer: Renderer) -> Identity:

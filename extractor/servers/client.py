@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -24,6 +23,7 @@ from extractor.core.errors import (
 from extractor.core.failure import Failure, FailureKind
 from extractor.core.humanize import amount
 from extractor.core.request import Request
+from extractor.core.run_options import RunOptions
 from extractor.core.timings import DEFAULT_TIMINGS, ClientTimings
 from extractor.servers.connection_errors import about_proxies, detail_of, lasting_problem, own_limit
 from extractor.servers.refusals import abort_failure, http_failure
@@ -128,12 +128,7 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
     async def generate(self, request: Request) -> ReplyFacts | Failure:
@@ -319,25 +314,20 @@ class Client:
 
 @asynccontextmanager
 async def clients_of(
-    urls: Sequence[str],
-    *,
-    concurrency: int,
-    request_timeout_s: float,
-    timings: ClientTimings = DEFAULT_TIMINGS.client,
+    options: RunOptions, *, default_concurrency: int, timings: ClientTimings
 ) -> AsyncIterator[list[Client]]:
     """One for each server, open for the length of the block."""
+    clients = [
+        Client(
+            url,
+            concurrency=options.load.concurrency or default_concurrency,
+            request_timeout_s=options.patience.request_timeout_s,
+            timings=timings,
+        )
+        for url in options.servers.urls
+    ]
     async with AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                Client(
-                    url,
-                    concurrency=concurrency,
-                    request_timeout_s=request_timeout_s,
-                    timings=timings,
-                )
-            )
-            for url in urls
-        ]
+        yield [await stack.enter_async_context(client) for client in clients]
 
 
 async def wait_until_answering(clients: Sequence[Client], *, timeout_s: float) -> bool:
