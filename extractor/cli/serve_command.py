@@ -10,7 +10,7 @@ import click
 from extractor.cli.console import report, run_async
 from extractor.cli.field_options import field_options, value_of
 from extractor.cli.option_types import BYTES, LAST_KIND, PATH, TEXT
-from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand, seconds_option
+from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand
 from extractor.core.errors import ServerError
 from extractor.core.run_options import Servers
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
@@ -69,7 +69,7 @@ from extractor.servers.sglang_flags import PRESETS, ServeOptions
     default=None,
     help="Where the server's output goes.  [default: a temporary file]",
 )
-@seconds_option("--stall", default=120.0, help="Silence after which a stall is reported.")
+@field_options(ServeOptions)
 @click.pass_context
 def serve_command(
     context: click.Context,
