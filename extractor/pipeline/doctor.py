@@ -189,13 +189,12 @@ def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
             "one: then the same `extractor run` adopts them, or end the server and use --clean"
         )
     notes = [*waiting, *_shared_memory()]
-    detail = "; ".join(notes) or "none"
-    if removed:
-        size = amount(sum(leftover.size_bytes for leftover in removed))
-        detail = f"removed {size}: " + ", ".join(str(leftover.path) for leftover in removed)
-        detail = "; ".join([detail, *notes])
     if not left:
-        return Check(name="leftovers", detail=detail)
+        done = []
+        if removed:
+            size = amount(sum(leftover.size_bytes for leftover in removed))
+            done = [f"removed {size}: " + ", ".join(str(leftover.path) for leftover in removed)]
+        return Check(name="leftovers", detail="; ".join([*done, *notes]) or "none")
     lines = [
         f"{leftover.path} ({leftover.what}, {amount(leftover.size_bytes)})" for leftover in left
     ]

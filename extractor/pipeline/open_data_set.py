@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from extractor.core.identity import Identity
 from extractor.dispatch.provenance import Provenance
@@ -32,10 +33,10 @@ class Intake:
 
     files: Sequence[InputFile]
     renderer: Renderer
-    _numbers: dict[str, int] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._numbers.update((file.path, number) for number, file in enumerate(self.files))
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {file.path: number for number, file in enumerate(self.files)}
 
     def source_of(self, row: Prompt | BadRow) -> int:
         """The number of the file that the row is from."""
