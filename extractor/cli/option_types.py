@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -114,9 +114,13 @@ def _verbosity(value: Any) -> int:
 
 ADDRESS: Final = Address("url", given_text)
 BYTES: Final = Parsed("size", _size)
-CONCURRENCY: Final = Parsed("concurrency", _concurrency)
-LAST_KIND: Final = click.Choice(["post", "pre", "both"])
 PATH: Final = GivenPath(path_type=Path)
 SECONDS: Final = Parsed("seconds", _seconds)
 TEXT: Final = Parsed("text", given_text)
 VERBOSITY: Final = Parsed("level", _verbosity)
+#: By the name of the field, where neither its type nor the unit in its name says enough.
+BY_NAME: Final[Mapping[str, click.ParamType[Any]]] = {
+    "urls": ADDRESS,
+    "concurrency": Parsed("concurrency", _concurrency),
+    "last_kind": click.Choice(["post", "pre", "both"]),
+}

@@ -6,21 +6,19 @@ sets: `field_options.value_of` makes one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import orjson
 
 from extractor.cli.option_types import TEXT, GivenPath, OneOf, Parsed, given_text
+from extractor.cli.options import Function
 from prompts.ambient import parse_moment
 from prompts.reading_options import Leading, Thinking, Tools, Train
 from prompts.tokenizer import check_template
 from prompts.types import TokenizerError
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _names(value: str) -> tuple[str, ...]:
@@ -57,16 +55,11 @@ class TemplateFile(GivenPath):
         return text
 
 
-def _role_map(
-    context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]
-) -> dict[str, str]:
-    roles = {}
-    for pair in pairs:
-        name, _, role = pair.rpartition("=")
-        if not name:
-            raise click.BadParameter(f"{pair!r}: write it as NAME=ROLE", context, parameter)
-        roles[name] = role
-    return roles
+def _role(value: str) -> tuple[str, str]:
+    name, _, role = given_text(value).rpartition("=")
+    if not name:
+        raise ValueError(f"{value!r}: write it as NAME=ROLE")
+    return name, role
 
 
 _OPTIONS = (
@@ -81,9 +74,9 @@ _OPTIONS = (
     ),
     click.option(
         "--role-map",
-        type=TEXT,
+        type=Parsed("text", _role),
         multiple=True,
-        callback=_role_map,
+        callback=lambda _, __, pairs: dict(pairs),
         metavar="NAME=ROLE",
         help="Take a role name that the rows have for system, developer, user, assistant or tool.",
     ),

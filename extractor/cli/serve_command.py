@@ -9,7 +9,7 @@ import click
 
 from extractor.cli.console import report, run_async
 from extractor.cli.field_options import field_options, value_of
-from extractor.cli.option_types import BYTES, LAST_KIND, PATH, TEXT
+from extractor.cli.option_types import BYTES, PATH, TEXT
 from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand
 from extractor.core.errors import ServerError
 from extractor.core.run_options import Servers
@@ -30,7 +30,7 @@ from extractor.servers.sglang_flags import PRESETS, ServeOptions
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
-@field_options(Servers, "dump_root", "layers", "last_kind", last_kind=LAST_KIND)
+@field_options(Servers, "dump_root", "layers", "last_kind")
 @click.option(
     "--radix-cache/--no-radix-cache",
     default=False,
