@@ -279,10 +279,7 @@ class _Extraction:
     async def _probe(
         self, servers: Sequence[Server], provenance: Provenance, *, run_id: str
     ) -> None:
-        """Check the canary of each server that is up and record its start.
-
-        Raises the first error of any server.
-        """
+        """Check the canary of each server that is up, and record its start. Raises one error."""
         up = [(server.client, server.target) for server in servers if server.target is not None]
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -47,7 +47,9 @@ MAX_INFO_BYTES = 16 << 20
 #: The smallest context length that a server can report: one prompt token, one generated token.
 MIN_CONTEXT_TOKENS = 2
 
-#: What each failure of the transport means: the most specific class that fits decides.
+#: How a request fails that got no complete HTTP response.
+TRANSPORT_ERRORS = (aiohttp.ClientError, TimeoutError, ConnectionError)
+#: What each of them means: the most specific class that fits decides.
 TRANSPORT_FAILURES: Mapping[type[Exception], str] = {
     aiohttp.ClientConnectorCertificateError: "the server's certificate is not trusted",
     aiohttp.ClientSSLError: "TLS failed",
@@ -143,7 +145,7 @@ class Client:
                 data, is_whole = await _bounded(response, MAX_REPLY_BYTES)
                 if response.status != 200:
                     return http_failure(response.status, _message(data))
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        except TRANSPORT_ERRORS as error:
             if (limit := own_limit(error)) is not None:
                 raise limit from error
             return self._no_answer(error)
@@ -180,15 +182,13 @@ class Client:
 
     async def abort(self, rid: str) -> None:
         """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
-        try:
+        with suppress(*TRANSPORT_ERRORS):
             async with self._http.post(
                 f"{self.url}/abort_request",
                 data=orjson.dumps({"rid": rid}),
                 timeout=aiohttp.ClientTimeout(total=self.timings.abort_s),
             ):
                 pass
-        except (aiohttp.ClientError, TimeoutError, ConnectionError):
-            pass
 
     async def facts(self) -> ServerFacts:
         """The server's description of itself. Raises ServerUnreachable, BadAddress, and PluginError
@@ -251,7 +251,7 @@ class Client:
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         status: int | None = None
-        with suppress(aiohttp.ClientError, TimeoutError, ConnectionError):
+        with suppress(*TRANSPORT_ERRORS):
             async with self._http.get(
                 f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=self.timings.info_s)
             ) as response:
@@ -279,7 +279,7 @@ class Client:
                     raise PluginError(
                         f"{self.url}{path} answers {response.status}: not a SGLang server?"
                     )
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+        except (*TRANSPORT_ERRORS, ValueError) as error:
             raise await self._unreached(error) from error
         if not is_whole:
             raise PluginError(
@@ -331,10 +331,7 @@ async def clients_of(
 
 
 async def wait_until_answering(clients: Sequence[Client], *, timeout_s: float) -> bool:
-    """Whether any of the servers answered within `timeout_s`.
-
-    Raises BadAddress at once if an address cannot work.
-    """
+    """Whether a server answered within `timeout_s`. Raises BadAddress if one never can."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not any(await asyncio.gather(*(client.is_answering() for client in clients))):
@@ -365,20 +362,13 @@ def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
             kind=FailureKind.SERVER,
             detail=f"the answer is to request {answered!r:.80}",
         )
-    if optional(mapping, document, "meta_info.finish_reason") is not None:
-        if text(document, "meta_info.finish_reason.type") == "abort":
-            # A request that was aborted before it began has no token counts.
-            message = optional(text, document, "meta_info.finish_reason.message")
-            return abort_failure(
-                optional(
-                    integer,
-                    document,
-                    "meta_info.finish_reason.status_code",
-                    minimum=100,
-                    maximum=599,
-                ),
-                _shortened(message or "no reason given"),
-            )
+    reason = optional(mapping, document, "meta_info.finish_reason")
+    if reason is not None and text(document, "meta_info.finish_reason.type") == "abort":
+        # A request that was aborted before it began has no token counts.
+        path = "meta_info.finish_reason.status_code"
+        status = optional(integer, document, path, minimum=100, maximum=599)
+        message = optional(text, document, "meta_info.finish_reason.message")
+        return abort_failure(status, _shortened(message or "no reason given"))
     return ReplyFacts(
         prompt_tokens=integer(document, "meta_info.prompt_tokens", minimum=0),
         cached_tokens=optional(integer, document, "meta_info.cached_tokens", minimum=0) or 0,

@@ -159,10 +159,7 @@ class ServeOptions:
         check_options(self)
 
     def environment(self, base: Mapping[str, str], *, boot_id: str) -> dict[str, str]:
-        """The server's whole environment: `base`, then the engine's variables, then the plugin's.
-
-        `boot_id`: the name of this start below the dump root.
-        """
+        """The server's whole environment. `boot_id`: the name of this start below the dump root."""
         return {**base, **self.engine.environment(), **self.plugin.environment(boot_id=boot_id)}
 
 

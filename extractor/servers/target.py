@@ -133,10 +133,7 @@ def require_no_stricter(limits: Limits, target: Target) -> None:
 
 
 async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
-    """Wait for the server and return its description of itself.
-
-    Raises ServerUnreachable and BadAddress, each with the next step for the user.
-    """
+    """Wait for the server; return its facts. Raises ServerUnreachable, BadAddress, PluginError."""
     if not await wait_until_answering([client], timeout_s=wait_s):
         raise unreachable([client])
     return await client.facts()
