@@ -32,7 +32,7 @@ from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
 from extractor.dumps.discovery import require_dump_directory
 from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
 from extractor.intake.prompt_stream import renderer_of_run
-from extractor.pipeline.open_data_set import Intake, OpenDataSet
+from extractor.pipeline.open_data_set import OpenDataSet
 from extractor.pipeline.resume import (
     NOW,
     RunState,
@@ -202,7 +202,13 @@ class _Extraction:
             self._announce(identity, targets)
             await self._probe(servers, provenance, run_id=state.run_id)
             data_set = OpenDataSet(
-                identity=identity, provenance=provenance, owner=owner, state=state, left=left
+                identity=identity,
+                provenance=provenance,
+                owner=owner,
+                state=state,
+                left=left,
+                files=self.files,
+                renderer=renderer,
             )
             session = Session(
                 options=options,
@@ -211,7 +217,7 @@ class _Extraction:
                 reporter=reporter,
                 timings=self.timings,
             )
-            await session.run(Intake(files=self.files, renderer=renderer))
+            await session.run()
             return await self._summary(servers)
 
     async def _preflight(self, clients: Sequence[Client]) -> tuple[list[Server], Renderer]:
