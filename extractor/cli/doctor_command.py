@@ -8,8 +8,8 @@ import click
 
 from extractor.cli.console import run_async
 from extractor.cli.field_options import field_options
-from extractor.cli.option_types import ADDRESS, PATH
-from extractor.cli.options import Command, seconds_option
+from extractor.cli.option_types import ADDRESS, PATH, SECONDS
+from extractor.cli.options import Command
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.errors import UsageError
 from extractor.core.locations import DEFAULT_OUT
@@ -34,7 +34,15 @@ from extractor.pipeline.doctor import examine
     show_default=True,
     help="Directory that a run would write.",
 )
-@seconds_option("--server-wait", default=0.0, help="How long a server may take to come up.")
+@click.option(
+    "--server-wait",
+    "server_wait_s",
+    type=SECONDS,
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a server may take to come up.",
+)
 @click.option(
     "--clean",
     is_flag=True,

@@ -11,28 +11,26 @@ from typing import Any, TypeVar, get_args, get_origin
 
 import click
 
-from extractor.cli.option_types import ADDRESS, BYTES, PATH, SECONDS, TEXT, OneOf
+from extractor.cli.option_types import BY_NAME, BYTES, PATH, SECONDS, TEXT, OneOf
+from extractor.cli.options import Function
 from extractor.core.option import Option, types_of
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 Value = TypeVar("Value")
 
 
-def field_options(
-    kind: type[Any], *names: str, **types: click.ParamType[Any]
-) -> Callable[[Command], Command]:
+def field_options(kind: type[Any], *names: str) -> Callable[[Function], Function]:
     """Add the options of a dataclass, or those of its fields `names`.
 
-    The type of an option follows from that of its field and from the unit in its name, unless
-    `types` has it. An option whose default is computed, or that was not given, is None.
+    The type of an option follows from that of its field and from the field's name. An option whose
+    default is computed, or that was not given, is None.
     """
 
-    def decorate(command: Command) -> Command:
+    def decorate(command: Function) -> Function:
         stated = types_of(kind)
         for field in reversed(fields(kind)):
             hint, option = stated[field.name]
             if option is not None and (not names or field.name in names):
-                command = _option(field, hint, option, types.get(field.name))(command)
+                command = _option(field, hint, option)(command)
         return command
 
     return decorate
@@ -52,9 +50,7 @@ def value_of(kind: type[Value], values: Mapping[str, Any]) -> Value:
     return kind(**given)
 
 
-def _option(
-    field: Field[Any], hint: Any, option: Option, given_type: click.ParamType[Any] | None
-) -> Callable[[Command], Command]:
+def _option(field: Field[Any], hint: Any, option: Option) -> Callable[[Function], Function]:
     (kind, *_) = [part for part in get_args(hint) or (hint,) if part is not NoneType]
     if kind is bool:
         return click.option(option.name, field.name, is_flag=True, help=option.help)
@@ -66,7 +62,7 @@ def _option(
     return click.option(
         option.name,
         field.name,
-        type=given_type or _type(field.name, kind, option),
+        type=_type(field.name, kind, option),
         multiple=is_multiple,
         default=default,
         show_default=option.default or default is not None,
@@ -76,14 +72,14 @@ def _option(
 
 
 def _type(name: str, kind: type, option: Option) -> click.ParamType[Any]:
+    if name in BY_NAME:
+        return BY_NAME[name]
     if name.endswith("_bytes"):
         return BYTES
     if name.endswith("_s"):
         return SECONDS
-    if name == "urls":
-        return ADDRESS
     if issubclass(kind, StrEnum):
         return OneOf(kind)
     if kind is int:
-        return click.IntRange(int(option.least or 0), int(option.most or 0))
+        return click.IntRange(int(option.least), int(option.most or 0))
     return PATH if issubclass(kind, Path) else TEXT

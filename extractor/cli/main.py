@@ -1,9 +1,4 @@
-"""The command line: the group of its commands, and the exit status.
-
-stdout is data, stderr is status. Exit: 0 done and clean, 1 findings or failed rows, 2 usage or
-configuration, 3 server trouble (rows stay resumable), 4 a disk or /dev/shm is full or fails, 130
-interrupted. `extractor.core.errors` has the tree.
-"""
+"""The command line: the group of its commands. `extractor.core.errors` has the exit statuses."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +12,7 @@ import click
 
 from extractor.core.humanize import parse_bytes
 from extractor.core.option import MAX_BYTES, MAX_CONCURRENCY, MAX_SECONDS
+from prompts.types import InputError
 
 AUTO = "auto"
 #: An empty path is the current directory, an empty name the default: neither is what was meant.
@@ -27,91 +28,25 @@ class GivenPath(click.Path):
         return super().convert(value, param, ctx)
 
 
-class Text(click.ParamType[str]):
-    """A text that is not empty."""
+class Parsed(click.ParamType[Any]):
+    """The value that `parse` makes of a text; a ValueError or InputError of it is shown."""
 
-    name = "text"
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
+        self.name = name
+        self._parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value == "":
-            self.fail(_EMPTY, param, ctx)
-        return str(value)
-
-
-class Seconds(click.ParamType[float]):
-    """A time of at most a year. `inf` and `nan` would be no bound at all."""
-
-    name = "seconds"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
-            seconds = float(value)
-        except ValueError:
-            seconds = -1.0
-        if not 0 <= seconds <= MAX_SECONDS:
-            self.fail(f"{value!r} is not a number of seconds from 0 to {MAX_SECONDS}", param, ctx)
-        return seconds
+            return self._parse(value)
+        except (ValueError, InputError) as error:
+            self.fail(str(error), param, ctx)
 
 
-class ByteSize(click.ParamType[int]):
-    """An amount such as 4096, 512M or 1.5GiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            size = parse_bytes(value)
-        except ValueError:
-            self.fail(f"{value!r} is no size; write it as 4096, 512M or 1.5GiB", param, ctx)
-        if size > MAX_BYTES:
-            self.fail(f"{value!r} is more than {MAX_BYTES} bytes", param, ctx)
-        return size
-
-
-class Address(Text):
+class Address(Parsed):
     """A server's URL. A variable may hold several, separated by blanks or commas."""
-
-    name = "url"
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
         return [word for word in re.split(r"[\s,]+", rv) if word]
-
-
-class Concurrency(click.ParamType[int | None]):
-    """A number of requests, or `auto` (None)."""
-
-    name = "concurrency"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int | None:
-        if value is None or str(value).lower() == AUTO:
-            return None
-        try:
-            number = int(value)
-        except ValueError:
-            number = 0
-        if not 1 <= number <= MAX_CONCURRENCY:
-            self.fail(
-                f"{value!r} is neither {AUTO} nor a number from 1 to {MAX_CONCURRENCY}", param, ctx
-            )
-        return number
-
-
-class Verbosity(click.ParamType[int]):
-    """How often `-v` was given; more than twice counts as twice."""
-
-    name = "level"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return min(2, max(0, int(value)))
-        except ValueError:
-            self.fail(f"{value!r} is not a number: write 1, or 2 to log each prompt", param, ctx)
 
 
 class OneOf(click.Choice[str]):
@@ -125,10 +60,67 @@ class OneOf(click.Choice[str]):
         return self._kind(super().convert(value, param, ctx))
 
 
-ADDRESS: Final = Address()
-BYTES: Final = ByteSize()
-CONCURRENCY: Final = Concurrency()
-LAST_KIND: Final = click.Choice(["post", "pre", "both"])
+def given_text(value: object) -> str:
+    """A text that is not empty."""
+    if value == "":
+        raise ValueError(_EMPTY)
+    return str(value)
+
+
+def _seconds(value: Any) -> float:
+    """A time of at most a year. `inf` and `nan` would be no bound at all."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ValueError(f"{value!r} is not a number of seconds from 0 to {MAX_SECONDS}")
+    return seconds
+
+
+def _size(value: Any) -> int:
+    """An amount such as 4096, 512M or 1.5GiB."""
+    if isinstance(value, int):
+        return value
+    try:
+        size = parse_bytes(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is no size; write it as 4096, 512M or 1.5GiB") from None
+    if size > MAX_BYTES:
+        raise ValueError(f"{value!r} is more than {MAX_BYTES} bytes")
+    return size
+
+
+def _concurrency(value: Any) -> int | None:
+    """A number of requests, or `auto` (None)."""
+    if str(value).lower() == AUTO:
+        return None
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= MAX_CONCURRENCY:
+        raise ValueError(f"{value!r} is neither {AUTO} nor a number from 1 to {MAX_CONCURRENCY}")
+    return number
+
+
+def _verbosity(value: Any) -> int:
+    """How often `-v` was given; more than twice counts as twice."""
+    try:
+        return min(2, max(0, int(value)))
+    except ValueError:
+        raise ValueError(f"{value!r} is not a number: write 1, or 2 to log each prompt") from None
+
+
+ADDRESS: Final = Address("url", given_text)
+BYTES: Final = Parsed("size", _size)
 PATH: Final = GivenPath(path_type=Path)
-SECONDS: Final = Seconds()
-TEXT: Final = Text()
+SECONDS: Final = Parsed("seconds", _seconds)
+TEXT: Final = Parsed("text", given_text)
+VERBOSITY: Final = Parsed("level", _verbosity)
+#: By the name of the field, where neither its type nor the unit in its name says enough.
+BY_NAME: Final[Mapping[str, click.ParamType[Any]]] = {
+    "urls": ADDRESS,
+    "concurrency": Parsed("concurrency", _concurrency),
+    "last_kind": click.Choice(["post", "pre", "both"]),
+}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from extractor.cli.console import console
-from extractor.cli.option_types import PATH, SECONDS, Verbosity
+from extractor.cli.option_types import PATH, VERBOSITY
 from extractor.core.locations import DEFAULT_OUT
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,7 +75,7 @@ def verbose_option() -> click.Option:
     return click.Option(
         ["-v", "--verbose"],
         count=True,
-        type=Verbosity(),
+        type=VERBOSITY,
         is_eager=True,
         expose_value=False,
         show_default=False,
@@ -102,16 +102,3 @@ OUT_ARGUMENT = click.argument("out", metavar="[DIR]", type=PATH, default=DEFAULT
 def prompts_argument(name: str) -> Callable[[Function], Function]:
     """The prompt files of a command, handed on as `name`."""
     return click.argument(name, metavar="PROMPTS...", nargs=-1, required=True, type=PATH)
-
-
-def seconds_option(name: str, *, default: float, help: str) -> Callable[[Function], Function]:
-    """An option --what-ever, handed on as `what_ever_s`."""
-    return click.option(
-        name,
-        f"{name.removeprefix('--').replace('-', '_')}_s",
-        type=SECONDS,
-        default=default,
-        show_default=True,
-        metavar="SECONDS",
-        help=help,
-    )

@@ -6,51 +6,38 @@ sets: `field_options.value_of` makes one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import orjson
 
-from extractor.cli.option_types import TEXT, GivenPath, OneOf, Text
+from extractor.cli.option_types import TEXT, GivenPath, OneOf, Parsed, given_text
+from extractor.cli.options import Function
 from prompts.ambient import parse_moment
 from prompts.reading_options import Leading, Thinking, Tools, Train
 from prompts.tokenizer import check_template
-from prompts.types import InputError, TokenizerError
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from prompts.types import TokenizerError
 
 
-class Names(Text):
-    """Names separated by commas."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return tuple(super().convert(value, param, ctx).split(","))
+def _names(value: str) -> tuple[str, ...]:
+    return tuple(given_text(value).split(","))
 
 
-class JsonObject(Text):
-    """A JSON object."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        text = super().convert(value, param, ctx)
-        try:
-            document = orjson.loads(text)
-        except orjson.JSONDecodeError as error:
-            self.fail(f"{text!r} is not JSON ({error})", param, ctx)
-        if not isinstance(document, dict):
-            self.fail("a JSON object is needed, as in '{\"key\": 1}'", param, ctx)
-        return document
+def _json_object(value: str) -> dict[str, Any]:
+    text = given_text(value)
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{text!r} is not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise ValueError("a JSON object is needed, as in '{\"key\": 1}'")
+    return document
 
 
-class IsoTime(Text):
-    """A date or time in ISO 8601."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return parse_moment(super().convert(value, param, ctx))
-        except InputError as error:
-            self.fail(str(error), param, ctx)
+def _moment(value: str) -> datetime:
+    return parse_moment(given_text(value))
 
 
 class TemplateFile(GivenPath):
@@ -68,23 +55,18 @@ class TemplateFile(GivenPath):
         return text
 
 
-def _role_map(
-    context: click.Context, parameter: click.Parameter, pairs: tuple[str, ...]
-) -> dict[str, str]:
-    roles = {}
-    for pair in pairs:
-        name, _, role = pair.rpartition("=")
-        if not name:
-            raise click.BadParameter(f"{pair!r}: write it as NAME=ROLE", context, parameter)
-        roles[name] = role
-    return roles
+def _role(value: str) -> tuple[str, str]:
+    name, _, role = given_text(value).rpartition("=")
+    if not name:
+        raise ValueError(f"{value!r}: write it as NAME=ROLE")
+    return name, role
 
 
 _OPTIONS = (
     click.option(
         "--field",
         "fields",
-        type=Names(),
+        type=Parsed("text", _names),
         default=None,
         metavar="NAME[,NAME]",
         help="Column to read, whatever else the row has; two: question and answer.  "
@@ -92,9 +74,9 @@ _OPTIONS = (
     ),
     click.option(
         "--role-map",
-        type=TEXT,
+        type=Parsed("text", _role),
         multiple=True,
-        callback=_role_map,
+        callback=lambda _, __, pairs: dict(pairs),
         metavar="NAME=ROLE",
         help="Take a role name that the rows have for system, developer, user, assistant or tool.",
     ),
@@ -151,14 +133,14 @@ _OPTIONS = (
     click.option(
         "--template-kwargs",
         "kwargs",
-        type=JsonObject(),
+        type=Parsed("text", _json_object),
         default=None,
         metavar="JSON",
         help="Values for the chat template, such as '{\"enable_thinking\": false}'.",
     ),
     click.option(
         "--now",
-        type=IsoTime(),
+        type=Parsed("text", _moment),
         default=None,
         metavar="ISO8601",
         help="Time for chat templates that write the date; UTC if it has no offset.  "

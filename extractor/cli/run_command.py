@@ -10,7 +10,7 @@ import click
 
 from extractor.cli.console import print_json, run_async
 from extractor.cli.field_options import field_options, value_of
-from extractor.cli.option_types import CONCURRENCY, LAST_KIND, TEXT
+from extractor.cli.option_types import TEXT
 from extractor.cli.options import (
     LOG_JSON_OPTION,
     SGLANG_ARGUMENTS,
@@ -35,8 +35,8 @@ from extractor.status.reporters import Together, reporter_for
 @click.command("run", cls=PassingCommand)
 @prompts_argument("paths")
 @field_options(Output)
-@field_options(Servers, last_kind=LAST_KIND)
-@field_options(Load, concurrency=CONCURRENCY)
+@field_options(Servers)
+@field_options(Load)
 @field_options(Patience)
 @field_options(RunOptions)
 @reading_options

@@ -9,8 +9,8 @@ import click
 
 from extractor.cli.console import report, run_async
 from extractor.cli.field_options import field_options, value_of
-from extractor.cli.option_types import BYTES, LAST_KIND, PATH, TEXT
-from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand, seconds_option
+from extractor.cli.option_types import BYTES, PATH, TEXT
+from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand
 from extractor.core.errors import ServerError
 from extractor.core.run_options import Servers
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
@@ -30,7 +30,7 @@ from extractor.servers.sglang_flags import PRESETS, ServeOptions
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
-@field_options(Servers, "dump_root", "layers", "last_kind", last_kind=LAST_KIND)
+@field_options(Servers, "dump_root", "layers", "last_kind")
 @click.option(
     "--radix-cache/--no-radix-cache",
     default=False,
@@ -69,7 +69,7 @@ from extractor.servers.sglang_flags import PRESETS, ServeOptions
     default=None,
     help="Where the server's output goes.  [default: a temporary file]",
 )
-@seconds_option("--stall", default=120.0, help="Silence after which a stall is reported.")
+@field_options(ServeOptions)
 @click.pass_context
 def serve_command(
     context: click.Context,

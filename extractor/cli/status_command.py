@@ -40,10 +40,10 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
         with suppress(KeyboardInterrupt):  # the usual way to leave
             _watch(out)
         return
-    if as_json:
-        print_json(read_status(out, all_failures=all_failures).to_document())
-        return
     status = read_status(out, all_failures=all_failures)
+    if as_json:
+        print_json(status.to_document())
+        return
     begun, identity = status.begun, status.begun.identity
     click.echo(f"{out}: {standing(status.look)}")
     click.echo(f"{identity.model.path}: {identity.capture_text}")

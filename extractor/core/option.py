@@ -34,8 +34,8 @@ class Option:
 
     name: str
     help: str
-    least: float | None = None
-    most: float | None = None
+    least: float = 0
+    most: float | None = None  # None: without bounds
     metavar: str | None = None
     default: str | None = None  # how help shows it, where the value itself says less
 
@@ -49,20 +49,13 @@ def types_of(kind: type[Any]) -> Mapping[str, tuple[Any, Option | None]]:
 def check_options(values: Any) -> None:
     """Raise UsageError where a field of a dataclass is out of the bounds of its option."""
     for name, (_, option) in types_of(type(values)).items():
-        if option is not None and option.most is not None:
-            require_within(
-                option.name, getattr(values, name), least=option.least or 0, most=option.most
-            )
-
-
-def require_within(option: str, value: float | None, *, least: float, most: float) -> None:
-    """Raise UsageError where an option has a value out of its bounds; NaN is out of any."""
-    if value is None:
-        return
-    if not value >= least:
-        raise UsageError(f"{option} must be >= {least}, is {value}")
-    if value > most:
-        raise UsageError(f"{option} must be <= {most}, is {value}")
+        value = getattr(values, name)
+        if option is None or option.most is None or value is None:
+            continue
+        if not value >= option.least:  # NaN is out of any bounds
+            raise UsageError(f"{option.name} must be >= {option.least}, is {value}")
+        if value > option.most:
+            raise UsageError(f"{option.name} must be <= {option.most}, is {value}")
 
 
 def _parts(hint: Any) -> tuple[Any, Option | None]:

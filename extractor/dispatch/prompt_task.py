@@ -34,12 +34,11 @@ class PromptTasks:
         prompt: Prompt,
         row: Prompt | BadRow,
         *,
-        source: int,
         settle: Callable[[], Awaitable[None]],
     ) -> None:
         """Wait for the bytes of the prompt's dumps, and run `settle` in a task that holds them.
 
-        `row`: the prompt before it was cut; `source`: the number of its file.
+        `row`: the prompt before it was cut.
         """
         size_bytes = self.dump_bytes(prompt.num_tokens)
         await self.budget.take(size_bytes)
@@ -53,7 +52,7 @@ class PromptTasks:
             finally:
                 self.budget.give_back(size_bytes)
 
-        self.recorder.plan(prompt, row, source=source)
+        self.recorder.plan(prompt, row)
         work.create_task(hold(), name=f"prompt-{prompt.ordinal}")
 
     async def settle(self, prompt: Prompt, *, attempts_before: int) -> None:

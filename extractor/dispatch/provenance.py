@@ -99,9 +99,7 @@ class Provenance:
         """Raise ConfigMismatch if the server's facts do not match the stored rows."""
         found = self._differences(target.ready)
         if found and not self._allow_change:
-            raise self._mismatch(
-                target.url, [difference.to_text(before="was", now="is") for difference in found]
-            )
+            raise self._mismatch(target.url, [difference.to_text() for difference in found])
 
     async def add(self, target: Target, canary: bytes) -> None:
         """Record a server start. `canary`: the states that it computed for `canary_ids`.

@@ -22,6 +22,7 @@ from manifest.records import (
 )
 from manifest.states import ASKED_FOR, Reason
 from manifest.writer_thread import StoreOwner
+from prompts.inputs import InputFile
 from prompts.types import BadRow, Prompt
 
 #: Failed rows that are named as they happen; `extractor status` lists all.
@@ -39,6 +40,7 @@ class RowRecorder:
         counters: Counters,
         reporter: Reporter,
         *,
+        files: Sequence[InputFile],
         server_of: Callable[[str], int | None],
         rejections_per_commit: int = 1000,
     ) -> None:
@@ -46,6 +48,7 @@ class RowRecorder:
         self.counters = counters
         self.server_of = server_of
         self._owner = owner
+        self._source_numbers = {file.path: number for number, file in enumerate(files)}
         self._reporter = reporter
         self._rejections_per_commit = rejections_per_commit
 
@@ -54,19 +57,23 @@ class RowRecorder:
         """Shows a line to a person."""
         return self._reporter.report
 
-    def plan(self, prompt: Prompt, row: Prompt | BadRow, *, source: int) -> None:
+    def _source_of(self, row: Prompt | BadRow) -> int:
+        """The number of the file that the row is from."""
+        return self._source_numbers[row.origin.source]
+
+    def plan(self, prompt: Prompt, row: Prompt | BadRow) -> None:
         """A prompt is to be sent; `row`: the same before it was cut."""
-        self._owner.post(planned_row(prompt, row, source))
+        self._owner.post(planned_row(prompt, row, self._source_of(row)))
         logger.debug(
             "admitted row=%d origin=%s tokens=%d",
             prompt.ordinal, prompt.origin, prompt.num_tokens,
         )  # fmt: skip
 
-    async def reject(self, row: Prompt | BadRow, refused: Refusal, *, source: int) -> None:
+    async def reject(self, row: Prompt | BadRow, refused: Refusal) -> None:
         """A row gives no prompt to send."""
         self._owner.post(
             Rejected(
-                origin=_origin_of(row, source),
+                origin=_origin_of(row, self._source_of(row)),
                 prompt=_facts_of(row) if isinstance(row, Prompt) else None,
                 reason=refused.reason,
                 detail=refused.detail,

@@ -11,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 
+from extractor.core.admission import token_bound
+from extractor.core.request import Limits
+from extractor.core.run_options import Input
 from extractor.core.timings import DEFAULT_TIMINGS, DispatchTimings
 from prompts.inputs import InputFile
 from prompts.pool import RendererPool
@@ -41,6 +44,11 @@ def renderer_for(tokenizer: str, reading: ReadingOptions, bound: TokenBound = NO
     if tokenizer == NO_TOKENIZER:
         return Renderer(options=reading, bound=bound)
     return Renderer.load(tokenizer, reading, bound=bound)
+
+
+def renderer_of_run(options: Input, tokenizer: str, limits: Limits | None) -> Renderer:
+    """The renderer for the rows of a run. `limits`: None if no server is known."""
+    return renderer_for(tokenizer, options.reading, token_bound(options.policy, limits))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from extractor.dumps.collector import remove_dumps_of_the_dead
 from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import DumpPiece, Rank, disown
 from extractor.intake.prompt_stream import in_thread
-from extractor.pipeline.open_data_set import Intake, OpenDataSet
+from extractor.pipeline.open_data_set import OpenDataSet
 from prompts.stream import read_prompts
 from prompts.types import Prompt
 
@@ -26,7 +26,6 @@ class Adopter:
     """Runs before the collectors, which remove every dump that nobody waits for."""
 
     data_set: OpenDataSet
-    intake: Intake
     tasks: PromptTasks
     dump_root: Path
     report: Callable[[str], None]
@@ -57,8 +56,8 @@ class Adopter:
 
     async def _adopt_all(self, admission: Admission, adoptable: Adoptable) -> None:
         rows = read_prompts(
-            self.intake.files,
-            self.intake.renderer,
+            self.data_set.files,
+            self.data_set.renderer,
             skip=lambda ordinal: ordinal not in adoptable,
         )
         num_left = len(adoptable)
@@ -72,7 +71,6 @@ class Adopter:
                             work,
                             judged,
                             row,
-                            source=self.intake.source_of(row),
                             settle=partial(self._adopt, judged, pieces),
                         )
                 num_left -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import resource
@@ -21,9 +22,9 @@ from extractor.servers.cleanup import find_leftovers, find_waiting, remove_lefto
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom, shm_budget
-from extractor.servers.target import Target, limits_of, require_plugin, require_server
+from extractor.servers.target import Target, require_plugin, require_server
 from extractor.shards.output_dir import manifest_warning, prepare_out
-from extractor.system.files import free_bytes, require_directory
+from extractor.system.files import free_bytes, nearest_existing, require_directory
 from extractor.system.shared_memory import unused_files
 
 LEAST_FILES = 1024
@@ -37,7 +38,7 @@ class Check:
     """One line of the report."""
 
     name: str
-    problem: str | None  # what is wrong and what to do; None when all is well
+    problem: str | None = None  # what is wrong and what to do; None when all is well
     detail: str = ""
 
     def __str__(self) -> str:
@@ -52,14 +53,13 @@ async def examine(
     """Every check that can be made; those that need a failed one are left out."""
     yield _versions()
     yield _open_files()
-    check, _ = await _try("output disk", _async(lambda: _out(out)))
-    yield check
-    yield _dump_root(dump_root)
+    yield (await _try("output disk", asyncio.to_thread(_out, out)))[0]
+    yield (await _try("dump root", asyncio.to_thread(_dump_root, dump_root)))[0]
     yield _leftovers(dump_root, is_to_clean=clean)
     async with Client(url, concurrency=2, request_timeout_s=120.0) as client:
         check, facts = await _try(
             "server",
-            lambda: require_server(client, wait_s=server_wait_s),
+            require_server(client, wait_s=server_wait_s),
             lambda facts: f"{url} serves {facts.model_path} on SGLang {facts.version}",
         )
         yield check
@@ -67,7 +67,7 @@ async def examine(
             return
         check, ranks = await _try(
             "plugin",
-            _async(lambda: require_plugin(dump_root, url=url, facts=facts)),
+            asyncio.to_thread(require_plugin, dump_root, url=url, facts=facts),
             lambda ranks: (
                 f"version {ranks[0].ready.capture.plugin_version}, {len(ranks)} writer(s), "
                 f"pid {ranks[0].ready.process.pid}, {ranks[0].directory}"
@@ -80,37 +80,35 @@ async def examine(
         layout = ready.layout
         yield Check(
             name="layers",
-            problem=None,
             detail=f"boundaries {list(layout.boundaries)} of {ready.model.num_layers} layers, "
             f"last state {layout.last_kind}, {layout.dtype}, hidden size {layout.hidden_size}",
         )
-        check, limits = await _try(
+        check, target = await _try(
             "limits",
-            _async(lambda: limits_of(facts, ready)),
-            lambda limits: (
-                f"prompts of at most {limits.max_prompt_tokens:,} tokens, "
-                f"vocabulary {limits.vocab_size:,}, chunks of {limits.chunk_tokens:,}"
+            asyncio.to_thread(Target.of, client.url, facts, ranks),
+            lambda target: (
+                f"prompts of at most {target.limits.max_prompt_tokens:,} tokens, vocabulary "
+                f"{target.limits.vocab_size:,}, chunks of {target.limits.chunk_tokens:,}"
             ),
         )
         yield check
-        if limits is None:
+        if target is None:
             return
         check, _ = await _try(
             "dump directory",
-            _async(lambda: require_dump_directory(ranks)),
+            asyncio.to_thread(require_dump_directory, ranks),
             lambda _: "files can be created and removed",
         )
         yield check
         check, _ = await _try(
             "budget",
-            _async(lambda: shm_budget(ranks, None, limits=limits)),
+            asyncio.to_thread(shm_budget, ranks, None, limits=target.limits),
             lambda budget: _budget(budget, ranks),
         )
         yield check
-        target = Target(url=client.url, facts=facts, ranks=ranks, limits=limits)
         check, _ = await _try(
             "probe",
-            lambda: require_probe(client, target, run_id=secrets.token_hex(4)),
+            require_probe(client, target, run_id=secrets.token_hex(4)),
             lambda _: "a prompt was sent and its dump arrived whole",
         )
         yield check
@@ -123,24 +121,16 @@ def _budget(budget: int, ranks: Sequence[Rank]) -> str:
 
 
 async def _try(
-    name: str,
-    function: Callable[[], Awaitable[Result]],
-    describe: Callable[[Any], str] = str,
+    name: str, work: Awaitable[Result], describe: Callable[[Any], str] = str
 ) -> tuple[Check, Result | None]:
+    """The check that `work` makes, and its result; None where it found a problem."""
     try:
-        result = await function()
+        result = await work
     except Exception as error:
         if exit_code(error) is None:
             raise
         return Check(name=name, problem=message_of(error)), None
-    return Check(name=name, problem=None, detail=describe(result)), result
-
-
-def _async(function: Callable[[], Result]) -> Callable[[], Awaitable[Result]]:
-    async def call() -> Result:
-        return function()
-
-    return call
+    return Check(name=name, detail=describe(result)), result
 
 
 def _versions() -> Check:
@@ -151,7 +141,6 @@ def _versions() -> Check:
     python = ".".join(map(str, sys.version_info[:3]))
     return Check(
         name="versions",
-        problem=None,
         detail=f"hidden-state-extractor {__version__}, Python {python}, {engine}",
     )
 
@@ -164,13 +153,11 @@ def _open_files() -> Check:
             name="open files",
             problem=f"at most {hard} are allowed; raise the limit (`ulimit -n {LEAST_FILES}`)",
         )
-    return Check(
-        name="open files", problem=None, detail=f"up to {hard}" if hard > 0 else "no limit"
-    )
+    return Check(name="open files", detail=f"up to {hard}" if hard > 0 else "no limit")
 
 
 def _out(out: Path) -> str:
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    nearest = nearest_existing(out)
     if nearest == out:
         prepare_out(out)
     elif not os.access(nearest, os.W_OK):
@@ -179,17 +166,13 @@ def _out(out: Path) -> str:
     return f"{out}: {amount(free_bytes(nearest))} free" + (f"; {warning}" if warning else "")
 
 
-def _dump_root(root: Path) -> Check:
-    try:
-        require_directory(root, option="--dump-dir")
-        if not root.exists():
-            return Check(
-                name="dump root",
-                problem=f"{root} does not exist: no server with the plugin was ever started for it",
-            )
-    except (OSError, UsageError) as error:
-        return Check(name="dump root", problem=message_of(error))
-    return Check(name="dump root", problem=None, detail=f"{root}: {amount(free_bytes(root))} free")
+def _dump_root(root: Path) -> str:
+    require_directory(root, option="--dump-dir")
+    if not root.exists():
+        raise UsageError(
+            f"{root} does not exist: no server with the plugin was ever started for it"
+        )
+    return f"{root}: {amount(free_bytes(root))} free"
 
 
 def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
@@ -206,13 +189,12 @@ def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
             "one: then the same `extractor run` adopts them, or end the server and use --clean"
         )
     notes = [*waiting, *_shared_memory()]
-    detail = "; ".join(notes) or "none"
-    if removed:
-        size = amount(sum(leftover.size_bytes for leftover in removed))
-        detail = f"removed {size}: " + ", ".join(str(leftover.path) for leftover in removed)
-        detail = "; ".join([detail, *notes])
     if not left:
-        return Check(name="leftovers", problem=None, detail=detail)
+        done = []
+        if removed:
+            size = amount(sum(leftover.size_bytes for leftover in removed))
+            done = [f"removed {size}: " + ", ".join(str(leftover.path) for leftover in removed)]
+        return Check(name="leftovers", detail="; ".join([*done, *notes]) or "none")
     lines = [
         f"{leftover.path} ({leftover.what}, {amount(leftover.size_bytes)})" for leftover in left
     ]

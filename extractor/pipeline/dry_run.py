@@ -11,7 +11,7 @@ from pathlib import Path
 
 import orjson
 
-from extractor.core.admission import Admission, Room, token_bound
+from extractor.core.admission import Admission, Room
 from extractor.core.errors import BadDumpDir, PluginError, ServerUnreachable, UsageError
 from extractor.core.events import Reporter
 from extractor.core.humanize import counted
@@ -22,7 +22,7 @@ from extractor.dispatch.budget import max_prompts
 from extractor.dispatch.limiter import MAX_DEFAULT_LIMIT
 from extractor.dispatch.server import require_connections
 from extractor.intake.prompt_files import scan_prompts
-from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of, renderer_for
+from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of, renderer_of_run
 from extractor.pipeline.forecast import DryRun, Forecast
 from extractor.pipeline.speed_probe import measured_speed
 from extractor.servers.client import Client, clients_of
@@ -30,7 +30,7 @@ from extractor.servers.sglang_flags import DEFAULT_LAST_KIND, DEFAULT_LAYERS, bo
 from extractor.servers.shm_budget import shm_budget
 from extractor.servers.target import Target, require_targets
 from extractor.status.watcher import Watcher
-from extractor.system.files import free_bytes
+from extractor.system.files import free_bytes, nearest_existing
 from manifest.exceptions import ManifestMissing
 from server_patch.dump_format import DumpFormatError, StateLayout
 
@@ -59,7 +59,6 @@ async def dry_run(
     Raises InputError, TokenizerError, UsageError, ConfigMismatch.
     """
     require_connections(options.load.concurrency, num_servers=len(options.servers.urls))
-    concurrency = options.load.concurrency or PROBE_CONCURRENCY
     out = options.output.directory
     if settled := _settled_in(out):
         reporter.report(
@@ -67,10 +66,7 @@ async def dry_run(
             "are; what follows is of all rows"
         )
     async with clients_of(
-        options.servers.urls,
-        concurrency=concurrency,
-        request_timeout_s=options.patience.request_timeout_s,
-        timings=timings.client,
+        options, default_concurrency=PROBE_CONCURRENCY, timings=timings.client
     ) as clients:
         around = await _surroundings(options, clients, reporter)
         forecast = await _forecast(options, around, reporter)
@@ -80,14 +76,14 @@ async def dry_run(
             speed = await measured_speed(
                 [client for client in clients if client.url in answering],
                 forecast.sample.prompts,
-                concurrency,
+                options.load.concurrency or PROBE_CONCURRENCY,
                 probe_s=timings.probe.speed_s,
             )
     return DryRun(
         forecast=forecast,
         speed=speed,
         why_no_speed=around.why_no_speed or "no prompt could be sent.",
-        free_bytes=free_bytes(_nearest(out)),
+        free_bytes=free_bytes(nearest_existing(out)),
     )
 
 
@@ -175,8 +171,9 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         shard_bytes=options.output.shard_bytes,
         num_movers=options.load.num_movers,
     )
-    bound = token_bound(options.input.policy, around.limits)
-    renderer = await asyncio.to_thread(renderer_for, around.tokenizer, options.input.reading, bound)
+    renderer = await asyncio.to_thread(
+        renderer_of_run, options.input, around.tokenizer, around.limits
+    )
     with tempfile.TemporaryDirectory(prefix="dry-run-") as scratch:
         files = await asyncio.to_thread(
             scan_prompts, options.input.paths, options.input.reading, spool_directory=Path(scratch)
@@ -197,10 +194,4 @@ def _budget(options: RunOptions, around: _Surroundings) -> int:
         return shm_budget(ranks, options.load.shm_budget_bytes, limits=around.limits)
     if options.load.shm_budget_bytes is not None:
         return options.load.shm_budget_bytes
-    return free_bytes(_nearest(options.servers.dump_root)) // 2
-
-
-def _nearest(path: Path) -> Path:
-    """The path itself, or the nearest directory above it that exists."""
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return free_bytes(nearest_existing(options.servers.dump_root)) // 2

@@ -62,19 +62,18 @@ class RowCounts:
 
 
 class FairSample:
-    """Up to `size` prompts, each of those seen with the same probability."""
+    """Up to SAMPLED prompts, each of those seen with the same probability."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         self.prompts: list[Prompt] = []
-        self._size = size
         self._num_seen = 0
         self._chance = random.Random(0)
 
     def add(self, prompt: Prompt) -> None:
         self._num_seen += 1
-        if len(self.prompts) < self._size:
+        if len(self.prompts) < SAMPLED:
             self.prompts.append(prompt)
-        elif (place := self._chance.randrange(self._num_seen)) < self._size:
+        elif (place := self._chance.randrange(self._num_seen)) < SAMPLED:
             self.prompts[place] = prompt
 
 
@@ -89,7 +88,7 @@ class Forecast:
     shard_bytes: int
     num_movers: int
     rows: RowCounts = field(init=False, default_factory=RowCounts)
-    sample: FairSample = field(init=False, default_factory=lambda: FairSample(SAMPLED))
+    sample: FairSample = field(init=False, default_factory=FairSample)
     data_bytes: int = field(init=False, default=0)
     _largest: list[int] = field(init=False, default_factory=list)  # a heap of the largest dumps
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from extractor.core.identity import Identity
 from extractor.dispatch.provenance import Provenance
@@ -12,31 +12,16 @@ from extractor.shards.recovery import Reconciled
 from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
 from prompts.render import Renderer
-from prompts.types import BadRow, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenDataSet:
-    """What is stored, and what earlier sessions left to do."""
+    """What is stored, what earlier sessions left to do, and what makes prompts of the input."""
 
     identity: Identity
     provenance: Provenance
     owner: StoreOwner
     state: RunState
     left: Reconciled
-
-
-@dataclass(frozen=True, kw_only=True)
-class Intake:
-    """The input files, and what makes prompts of their rows."""
-
     files: Sequence[InputFile]
     renderer: Renderer
-    _numbers: dict[str, int] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._numbers.update((file.path, number) for number, file in enumerate(self.files))
-
-    def source_of(self, row: Prompt | BadRow) -> int:
-        """The number of the file that the row is from."""
-        return self._numbers[row.origin.source]

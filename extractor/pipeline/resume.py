@@ -100,10 +100,7 @@ class RunState:
 
 
 async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunState) -> RunOptions:
-    """`options` with the time that the data set's chat template got before.
-
-    Unchanged if the user set another time, or the data set has none.
-    """
+    """`options` with the time that the data set's template got before, unless one is set."""
     if state.is_new or options.input.reading.template.now is not None:
         return options
     moment = (await begun_with_identity(owner)).reading.get(NOW)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from extractor.core.admission import token_bound
 from extractor.core.counters import Counters
 from extractor.core.errors import (
     BadAddress,
@@ -32,8 +31,8 @@ from extractor.dispatch.server import Server, require_connections
 from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
 from extractor.dumps.discovery import require_dump_directory
 from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
-from extractor.intake.prompt_stream import renderer_for
-from extractor.pipeline.open_data_set import Intake, OpenDataSet
+from extractor.intake.prompt_stream import renderer_of_run
+from extractor.pipeline.open_data_set import OpenDataSet
 from extractor.pipeline.resume import (
     NOW,
     RunState,
@@ -172,10 +171,7 @@ class _Extraction:
         left = await reconcile(owner, options.output.shards_path, report=reporter.report)
         state.forget(left.lost)
         async with clients_of(
-            options.servers.urls,
-            concurrency=options.load.concurrency or MAX_DEFAULT_LIMIT,
-            request_timeout_s=options.patience.request_timeout_s,
-            timings=self.timings.client,
+            options, default_concurrency=MAX_DEFAULT_LIMIT, timings=self.timings.client
         ) as clients:
             try:
                 servers, renderer = await self._preflight(clients)
@@ -206,7 +202,13 @@ class _Extraction:
             self._announce(identity, targets)
             await self._probe(servers, provenance, run_id=state.run_id)
             data_set = OpenDataSet(
-                identity=identity, provenance=provenance, owner=owner, state=state, left=left
+                identity=identity,
+                provenance=provenance,
+                owner=owner,
+                state=state,
+                left=left,
+                files=self.files,
+                renderer=renderer,
             )
             session = Session(
                 options=options,
@@ -215,7 +217,7 @@ class _Extraction:
                 reporter=reporter,
                 timings=self.timings,
             )
-            await session.run(Intake(files=self.files, renderer=renderer))
+            await session.run()
             return await self._summary(servers)
 
     async def _preflight(self, clients: Sequence[Client]) -> tuple[list[Server], Renderer]:
@@ -232,8 +234,7 @@ class _Extraction:
         ]
         tokenizer = options.input.tokenizer or compatible[0].facts.tokenizer_path
         limits = Limits.strictest([target.limits for target in compatible])
-        bound = token_bound(options.input.policy, limits)
-        renderer = await asyncio.to_thread(renderer_for, tokenizer, options.input.reading, bound)
+        renderer = await asyncio.to_thread(renderer_of_run, options.input, tokenizer, limits)
         return servers, renderer
 
     async def _identity(self, state: RunState, target: Target, renderer: Renderer) -> Identity:
@@ -284,10 +285,7 @@ class _Extraction:
     async def _probe(
         self, servers: Sequence[Server], provenance: Provenance, *, run_id: str
     ) -> None:
-        """Check the canary of each server that is up and record its start.
-
-        Raises the first error of any server.
-        """
+        """Check the canary of each server that is up, and record its start. Raises one error."""
         up = [(server.client, server.target) for server in servers if server.target is not None]
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -28,7 +28,7 @@ from extractor.dispatch.server_pool import ServerPool
 from extractor.dispatch.suspects import Suspects
 from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of
 from extractor.pipeline.adopter import Adopter
-from extractor.pipeline.open_data_set import Intake, OpenDataSet
+from extractor.pipeline.open_data_set import OpenDataSet
 from extractor.servers.shm_budget import shm_budget
 from extractor.shards.mover_pool import MoverPool
 from extractor.shards.writer import ShardSettings
@@ -60,6 +60,7 @@ class Session:
             data_set.owner,
             self._counters,
             reporter,
+            files=data_set.files,
             server_of=data_set.provenance.number_of,
             rejections_per_commit=timings.store.rejections,
         )
@@ -103,13 +104,13 @@ class Session:
             stop=self._stop,
         )
 
-    async def run(self, intake: Intake) -> None:
+    async def run(self) -> None:
         """Settle every row that is not settled yet. Raises Interrupted after a signal."""
         await self._movers.open(self._data_set.left.open_shards)
         if not self._counters.sent:  # the speed is that of the work, not of its start
             self._counters.pace.restart()
         with stop_on_signals(self._stop):
-            await self._run_until_settled(intake)
+            await self._run_until_settled()
         if self._stop.is_set():
             rows = self._counters.rows
             raise Interrupted(
@@ -117,10 +118,10 @@ class Session:
                 "rows settled; the same command goes on"
             )
 
-    async def _run_until_settled(self, intake: Intake) -> None:
+    async def _run_until_settled(self) -> None:
         is_complete = False
         try:
-            await self._run_tasks(intake)
+            await self._run_tasks()
             is_complete = not self._stop.is_set()
         except asyncio.CancelledError:
             if not self._stop.is_set():
@@ -132,7 +133,7 @@ class Session:
             self._observe()
             self._reporter.close()
 
-    async def _run_tasks(self, intake: Intake) -> None:
+    async def _run_tasks(self) -> None:
         async with asyncio.TaskGroup() as helpers:
             background = [
                 helpers.create_task(self._keep_observing(), name="reporter"),
@@ -145,7 +146,6 @@ class Session:
             admission = await self._admission()
             adopter = Adopter(
                 data_set=self._data_set,
-                intake=intake,
                 tasks=self._tasks,
                 dump_root=self._options.servers.dump_root,
                 report=self._reporter.report,
@@ -154,7 +154,7 @@ class Session:
             # Only now: the collectors remove every dump that nobody waits for.
             background.append(helpers.create_task(self._pool.run(), name="servers"))
             async with asyncio.TaskGroup() as work:
-                await self._send_all(intake, admission, work)
+                await self._send_all(admission, work)
             for task in background:
                 task.cancel()
 
@@ -170,28 +170,25 @@ class Session:
             else None,
         )
 
-    async def _send_all(
-        self, intake: Intake, admission: Admission, work: asyncio.TaskGroup
-    ) -> None:
+    async def _send_all(self, admission: Admission, work: asyncio.TaskGroup) -> None:
         state = self._data_set.state
         wanted = self._options.input.tokenizer_workers
         with prompts_of(
-            intake.files,
-            intake.renderer,
+            self._data_set.files,
+            self._data_set.renderer,
             num_workers=num_workers_for(self._counters.rows.left, wanted),
             skip=state.is_settled,
         ) as rows:
             async for row in in_thread(rows, self._timings.dispatch):
                 if self._stop.is_set():
                     return
-                source = intake.source_of(row)
                 judged = admission.judge(row)
                 if isinstance(judged, Refusal):
-                    await self._tasks.recorder.reject(row, judged, source=source)
+                    await self._tasks.recorder.reject(row, judged)
                     continue
                 attempts_before = state.attempts.get(judged.ordinal, 0)
                 settle = partial(self._tasks.settle, judged, attempts_before=attempts_before)
-                await self._tasks.start(work, judged, row, source=source, settle=settle)
+                await self._tasks.start(work, judged, row, settle=settle)
 
     # --- housekeeping ------------------------------------------------------------------------
 

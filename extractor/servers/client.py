@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import aiohttp
@@ -24,6 +23,7 @@ from extractor.core.errors import (
 from extractor.core.failure import Failure, FailureKind
 from extractor.core.humanize import amount
 from extractor.core.request import Request
+from extractor.core.run_options import RunOptions
 from extractor.core.timings import DEFAULT_TIMINGS, ClientTimings
 from extractor.servers.connection_errors import about_proxies, detail_of, lasting_problem, own_limit
 from extractor.servers.refusals import abort_failure, http_failure
@@ -47,7 +47,9 @@ MAX_INFO_BYTES = 16 << 20
 #: The smallest context length that a server can report: one prompt token, one generated token.
 MIN_CONTEXT_TOKENS = 2
 
-#: What each failure of the transport means: the most specific class that fits decides.
+#: How a request fails that got no complete HTTP response.
+TRANSPORT_ERRORS = (aiohttp.ClientError, TimeoutError, ConnectionError)
+#: What each of them means: the most specific class that fits decides.
 TRANSPORT_FAILURES: Mapping[type[Exception], str] = {
     aiohttp.ClientConnectorCertificateError: "the server's certificate is not trusted",
     aiohttp.ClientSSLError: "TLS failed",
@@ -128,12 +130,7 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.close()
 
     async def generate(self, request: Request) -> ReplyFacts | Failure:
@@ -148,7 +145,7 @@ class Client:
                 data, is_whole = await _bounded(response, MAX_REPLY_BYTES)
                 if response.status != 200:
                     return http_failure(response.status, _message(data))
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+        except TRANSPORT_ERRORS as error:
             if (limit := own_limit(error)) is not None:
                 raise limit from error
             return self._no_answer(error)
@@ -185,15 +182,13 @@ class Client:
 
     async def abort(self, rid: str) -> None:
         """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
-        try:
+        with suppress(*TRANSPORT_ERRORS):
             async with self._http.post(
                 f"{self.url}/abort_request",
                 data=orjson.dumps({"rid": rid}),
                 timeout=aiohttp.ClientTimeout(total=self.timings.abort_s),
             ):
                 pass
-        except (aiohttp.ClientError, TimeoutError, ConnectionError):
-            pass
 
     async def facts(self) -> ServerFacts:
         """The server's description of itself. Raises ServerUnreachable, BadAddress, and PluginError
@@ -256,7 +251,7 @@ class Client:
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         status: int | None = None
-        with suppress(aiohttp.ClientError, TimeoutError, ConnectionError):
+        with suppress(*TRANSPORT_ERRORS):
             async with self._http.get(
                 f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=self.timings.info_s)
             ) as response:
@@ -284,7 +279,7 @@ class Client:
                     raise PluginError(
                         f"{self.url}{path} answers {response.status}: not a SGLang server?"
                     )
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError) as error:
+        except (*TRANSPORT_ERRORS, ValueError) as error:
             raise await self._unreached(error) from error
         if not is_whole:
             raise PluginError(
@@ -319,32 +314,24 @@ class Client:
 
 @asynccontextmanager
 async def clients_of(
-    urls: Sequence[str],
-    *,
-    concurrency: int,
-    request_timeout_s: float,
-    timings: ClientTimings = DEFAULT_TIMINGS.client,
+    options: RunOptions, *, default_concurrency: int, timings: ClientTimings
 ) -> AsyncIterator[list[Client]]:
     """One for each server, open for the length of the block."""
+    clients = [
+        Client(
+            url,
+            concurrency=options.load.concurrency or default_concurrency,
+            request_timeout_s=options.patience.request_timeout_s,
+            timings=timings,
+        )
+        for url in options.servers.urls
+    ]
     async with AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                Client(
-                    url,
-                    concurrency=concurrency,
-                    request_timeout_s=request_timeout_s,
-                    timings=timings,
-                )
-            )
-            for url in urls
-        ]
+        yield [await stack.enter_async_context(client) for client in clients]
 
 
 async def wait_until_answering(clients: Sequence[Client], *, timeout_s: float) -> bool:
-    """Whether any of the servers answered within `timeout_s`.
-
-    Raises BadAddress at once if an address cannot work.
-    """
+    """Whether a server answered within `timeout_s`. Raises BadAddress if one never can."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while not any(await asyncio.gather(*(client.is_answering() for client in clients))):
@@ -375,20 +362,13 @@ def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
             kind=FailureKind.SERVER,
             detail=f"the answer is to request {answered!r:.80}",
         )
-    if optional(mapping, document, "meta_info.finish_reason") is not None:
-        if text(document, "meta_info.finish_reason.type") == "abort":
-            # A request that was aborted before it began has no token counts.
-            message = optional(text, document, "meta_info.finish_reason.message")
-            return abort_failure(
-                optional(
-                    integer,
-                    document,
-                    "meta_info.finish_reason.status_code",
-                    minimum=100,
-                    maximum=599,
-                ),
-                _shortened(message or "no reason given"),
-            )
+    reason = optional(mapping, document, "meta_info.finish_reason")
+    if reason is not None and text(document, "meta_info.finish_reason.type") == "abort":
+        # A request that was aborted before it began has no token counts.
+        path = "meta_info.finish_reason.status_code"
+        status = optional(integer, document, path, minimum=100, maximum=599)
+        message = optional(text, document, "meta_info.finish_reason.message")
+        return abort_failure(status, _shortened(message or "no reason given"))
     return ReplyFacts(
         prompt_tokens=integer(document, "meta_info.prompt_tokens", minimum=0),
         cached_tokens=optional(integer, document, "meta_info.cached_tokens", minimum=0) or 0,

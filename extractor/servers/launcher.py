@@ -106,8 +106,15 @@ async def running_server(
             timings=timings.stop,
         ) as process:
             report(f"SGLang {engine_version}, pid {process.pid}, log {log_path}")
-            progress = _Progress(process, stall_s=options.stall_s, report=report)
-            target = await _Start(options, process, boot_id, progress, timings).until_probed()
+            start = _Start(
+                url=options.engine.url,
+                dump_root=dump_root,
+                process=process,
+                boot_id=boot_id,
+                progress=_Progress(process, stall_s=options.stall_s, report=report),
+                timings=timings,
+            )
+            target = await start.until_probed()
             yield StartedServer(url=target.url, process=process, target=target)
         if options.log_path is None:
             log_path.unlink()  # kept when something went wrong
@@ -150,41 +157,34 @@ class _Progress:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Start:
     """Follows one start through its stages."""
 
-    def __init__(
-        self,
-        options: ServeOptions,
-        process: ServerProcess,
-        boot_id: str,
-        progress: _Progress,
-        timings: Timings,
-    ) -> None:
-        self._url = options.engine.url
-        self._dump_root = options.plugin.dump_root
-        self._process = process
-        self._boot_id = boot_id
-        self._progress = progress
-        self._timings = timings
+    url: str
+    dump_root: Path
+    process: ServerProcess
+    boot_id: str
+    progress: _Progress
+    timings: Timings
 
     async def until_probed(self) -> Target:
         async with Client(
-            self._url,
+            self.url,
             concurrency=2,
-            request_timeout_s=self._timings.probe.first_request_s,
-            timings=self._timings.client,
+            request_timeout_s=self.timings.probe.first_request_s,
+            timings=self.timings.client,
         ) as client:
             await self._until(StartStage.LOGGING, self._has_logged)
             await self._until(StartStage.WEIGHTS, self._has_weights)
-            await self._until(StartStage.LISTENING, self._is_listening)
+            await self._until(StartStage.LISTENING, lambda: _is_listening(self.url))
             await self._until(StartStage.HEALTHY, client.is_healthy)
             await self._until(StartStage.READY, self._is_announced)
             facts = await client.facts()
-            ranks = require_plugin(self._dump_root, url=self._url, facts=facts)
+            ranks = require_plugin(self.dump_root, url=self.url, facts=facts)
             target = Target.of(client.url, facts, ranks)
             probe = asyncio.create_task(
-                require_probe(client, target, run_id=secrets.token_hex(4), timings=self._timings),
+                require_probe(client, target, run_id=secrets.token_hex(4), timings=self.timings),
                 name="probe",
             )
             try:
@@ -202,38 +202,35 @@ class _Start:
             self._require_alive()
             reached = is_reached()
             if await reached if isinstance(reached, Awaitable) else reached:
-                self._progress.reach(stage)
+                self.progress.reach(stage)
                 return
-            self._progress.look()
-            await asyncio.sleep(self._timings.probe.stage_poll_s)
+            self.progress.look()
+            await asyncio.sleep(self.timings.probe.stage_poll_s)
 
     def _require_alive(self) -> None:
-        status = self._process.exit_status
+        status = self.process.exit_status
         if status is not None:
-            tail = "\n".join(self._process.log_text(tail_bytes=8192).splitlines()[-25:])
+            tail = "\n".join(self.process.log_text(tail_bytes=8192).splitlines()[-25:])
             raise ServerError(
                 f"the server ended with status {status} after stage "
-                f"'{self._progress.stage.title}'. The end of its log "
-                f"({self._process.log_path}):\n{tail}"
+                f"'{self.progress.stage.title}'. The end of its log "
+                f"({self.process.log_path}):\n{tail}"
             )
 
     # --- what is looked for ------------------------------------------------------------------
 
     def _has_logged(self) -> bool:
-        return self._process.log_size() > 0
+        return self.process.log_size() > 0
 
     def _has_weights(self) -> bool:
-        return WEIGHTS_LOADED_MARK in self._process.log_text(tail_bytes=8 << 20)
-
-    async def _is_listening(self) -> bool:
-        return await _is_listening(self._url)
+        return WEIGHTS_LOADED_MARK in self.process.log_text(tail_bytes=8 << 20)
 
     def _is_announced(self) -> bool:
-        writers = scan_writers(self._dump_root)
+        writers = scan_writers(self.dump_root)
         for failed in writers.failed:
-            if failed.directory.parent.name.startswith(self._boot_id):
+            if failed.directory.parent.name.startswith(self.boot_id):
                 raise PluginError(f"the plugin captures nothing: {failed.reason}")
-        mine = [rank for rank in writers.alive if rank.ready.boot_id.startswith(self._boot_id)]
+        mine = [rank for rank in writers.alive if rank.ready.boot_id.startswith(self.boot_id)]
         return bool(mine) and len(mine) >= mine[0].ready.engine.dp_size
 
 

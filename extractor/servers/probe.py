@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ from extractor.core.errors import BadDumpDir, ExtractorError, PluginError, Serve
 from extractor.core.failure import Failure, FailureKind
 from extractor.core.request import Request
 from extractor.core.rids import PROBE_SESSION, make_rid
-from extractor.core.timings import DEFAULT_TIMINGS, Timings
+from extractor.core.timings import DEFAULT_TIMINGS, ProbeTimings, Timings
 from extractor.dumps.collector import Collector
 from extractor.dumps.dump_piece import SampleFault, check_tokens, opened, read_tensor
 from extractor.dumps.dump_reader import DumpPiece
@@ -53,8 +54,14 @@ async def require_probe(
         target.ranks, rid_prefix=request.rid, is_skipping=True, timings=timings.collect
     )
     try:
-        pieces = await _Probe(client, target, collector, request, timings).pieces()
-        return _encoded(request.prompt, pieces)
+        probe = _Probe(
+            client=client,
+            target=target,
+            collector=collector,
+            request=request,
+            timings=timings.probe,
+        )
+        return _encoded(request.prompt, await probe.pieces())
     finally:
         if collector.abandoned:
             await client.abort(request.rid)
@@ -80,32 +87,25 @@ def probe_request(run_id: str, input_ids: npt.NDArray[np.int32]) -> Request:
     return Request(rid=rid, prompt=prompt)
 
 
+@dataclass(kw_only=True)
 class _Probe:
     """One probe prompt under way."""
 
-    def __init__(
-        self,
-        client: Client,
-        target: Target,
-        collector: Collector,
-        request: Request,
-        timings: Timings,
-    ) -> None:
-        self._client = client
-        self._target = target
-        self._collector = collector
-        self._request = request
-        self._timings = timings.probe
-        self._refusal: str | None = None  # the last one, while the server refuses it
-        self._reaction: str | None = None  # of the server, once it has the prompt
+    client: Client
+    target: Target
+    collector: Collector
+    request: Request
+    timings: ProbeTimings
+    refusal: str | None = None  # the last one, while the server refuses it
+    reaction: str | None = None  # of the server, once it has the prompt
 
     async def pieces(self) -> Sequence[DumpPiece]:
         """Send it and wait for its whole dump."""
-        rid, abandoned = self._request.rid, self._collector.abandoned
-        collected = self._collector.expect(rid, num_tokens=self._request.prompt.num_tokens)
-        collecting = asyncio.create_task(self._collector.run(), name="probe-collector")
+        rid, abandoned = self.request.rid, self.collector.abandoned
+        collected = self.collector.expect(rid, num_tokens=self.request.prompt.num_tokens)
+        collecting = asyncio.create_task(self.collector.run(), name="probe-collector")
         try:
-            async with asyncio.timeout(self._timings.timeout_s):
+            async with asyncio.timeout(self.timings.timeout_s):
                 abandoned.add(rid)  # until its dump is there, or known not to come
                 self._judge(await self._send())
                 either: set[asyncio.Future[Any]] = {collected, collecting}
@@ -125,47 +125,45 @@ class _Probe:
     async def _send(self) -> ReplyFacts | Failure:
         """Send it until the server does not refuse it."""
         while True:
-            reply = await self._client.generate(self._request)
+            reply = await self.client.generate(self.request)
             if not (isinstance(reply, Failure) and reply.kind.is_refusal):
-                self._refusal = None
+                self.refusal = None
                 return reply
-            self._refusal = reply.detail
-            await asyncio.sleep(self._timings.busy_pause_s)
+            self.refusal = reply.detail
+            await asyncio.sleep(self.timings.busy_pause_s)
 
     def _judge(self, reply: ReplyFacts | Failure) -> None:
         """Raise PluginError for a reply after which no dump comes."""
         if isinstance(reply, Failure) and reply.kind is FailureKind.COPY:
             # The reply goes to the sender of the first copy; its dump is proof enough.
-            self._reaction = f"has a copy of the probe prompt at work ({reply.detail})"
+            self.reaction = f"has a copy of the probe prompt at work ({reply.detail})"
             return
-        self._reaction = "answered the probe prompt"
+        self.reaction = "answered the probe prompt"
         failure = reply if isinstance(reply, Failure) else None
         if isinstance(reply, ReplyFacts):
-            failure = check_reply(reply, num_tokens=self._request.prompt.num_tokens)
+            failure = check_reply(reply, num_tokens=self.request.prompt.num_tokens)
         elif not reply.kind.may_be_processed:
-            self._collector.abandoned.discard(self._request.rid)
+            self.collector.abandoned.discard(self.request.rid)
         if failure is not None:
             raise PluginError(f"the probe prompt failed: {failure.detail}")
 
     def _timed_out(self) -> ExtractorError:
         """The error for a probe whose dump did not arrive in time."""
-        server = f"the server at {self._target.url}"
-        seconds = f"{self._timings.timeout_s:.0f} s"
-        if self._refusal is not None:
+        server = f"the server at {self.target.url}"
+        seconds = f"{self.timings.timeout_s:.0f} s"
+        if self.refusal is not None:
             return ServerLost(
-                f"{server} refused the probe prompt for {seconds} (last: {self._refusal})",
+                f"{server} refused the probe prompt for {seconds} (last: {self.refusal})",
                 "Run the same command again when it has room.",
             )
-        if self._reaction is None:
+        if self.reaction is None:
             return ServerLost(
                 f"{server} did not answer the probe prompt in {seconds}",
                 "See its log; the same command goes on.",
             )
-        directory, port = self._target.ranks[0].directory, self._target.ready.process.port
-        what = (
-            f"{server} {self._reaction}, but no dump of it arrived under {directory} in {seconds}"
-        )
-        if port == urlsplit(self._target.url).port:
+        directory, port = self.target.ranks[0].directory, self.target.ready.process.port
+        what = f"{server} {self.reaction}, but no dump of it arrived under {directory} in {seconds}"
+        if port == urlsplit(self.target.url).port:
             return PluginError(what, "Does the server run prefill in CUDA graphs? See its log.")
         # Taken for want of one of that port, as behind a tunnel or a container's port mapping.
         return BadDumpDir(

@@ -56,9 +56,9 @@ class Difference:
     before: Any
     now: Any
 
-    def to_text(self, *, before: str, now: str) -> str:
-        """A line for a message; `before` and `now` introduce the two values."""
-        line = f"  {self.name}: {before} {_shown(self.before)}, {now} {_shown(self.now)}"
+    def to_text(self) -> str:
+        """A line for a message."""
+        line = f"  {self.name}: was {_shown(self.before)}, is {_shown(self.now)}"
         if self.name == "weights" and "+" in str(self.now):
             line += " (updated in place: restart the server to get back what it loaded)"
         return line

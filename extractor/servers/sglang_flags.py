@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from extractor.core.address import is_host, url_host
 from extractor.core.errors import UsageError
 from extractor.core.locations import DEFAULT_DUMP_ROOT
-from extractor.core.option import MAX_SECONDS, require_within
+from extractor.core.option import MAX_SECONDS, Option, check_options
 from server_patch import settings as plugin
 
 DEFAULT_LAYERS: Final = "eagle3"
 DEFAULT_LAST_KIND: Final = "post"
 
-#: Settings of a host whose GPUs have no fast link between them (and of one that hung without).
-MULTI_GPU_ENVIRONMENT: Final[Mapping[str, str]] = {
-    "NCCL_PROTO": "LL",
-    "NCCL_ALGO": "Ring",
-    "NCCL_P2P_LEVEL": "SYS",
-    "NCCL_MAX_NCHANNELS": "16",
-    "NCCL_BUFFSIZE": "16777216",
-    "NCCL_NTHREADS": "512",
-}
-MULTI_GPU_ARGUMENTS: Final = (
-    "--attention-backend", "triton",
-    "--disable-custom-all-reduce",
-    "--mem-fraction-static", "0.85",
-)  # fmt: skip
-
+#: Environment and arguments, by preset.
 PRESETS: Final[Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]]] = {
     "none": ({}, ()),
-    "multi-gpu": (MULTI_GPU_ENVIRONMENT, MULTI_GPU_ARGUMENTS),
-}
+    # For a host whose GPUs have no fast link between them (and for one that hung without).
+    "multi-gpu": (
+        {
+            "NCCL_PROTO": "LL",
+            "NCCL_ALGO": "Ring",
+            "NCCL_P2P_LEVEL": "SYS",
+            "NCCL_MAX_NCHANNELS": "16",
+            "NCCL_BUFFSIZE": "16777216",
+            "NCCL_NTHREADS": "512",
+        },
+        (
+            "--attention-backend", "triton",
+            "--disable-custom-all-reduce",
+            "--mem-fraction-static", "0.85",
+        ),
+    ),
+}  # fmt: skip
 
-OPTIONS_OF_VARIABLES: Final[Mapping[str, str]] = {
+_OPTIONS_OF_VARIABLES: Final[Mapping[str, str]] = {
     plugin.DUMP_DIR: "--dump-dir",
     plugin.BOUNDARIES: "--layers",
     plugin.LAST: "--last",
@@ -123,10 +125,8 @@ class PluginOptions:
         if not self.layers.strip():
             raise UsageError("--layers is empty: write eagle3, or a list such as 3,31,59")
         # The plugin's own parser, here rather than in the server's log minutes later.
-        try:
+        with _naming_options():
             plugin.Settings.from_environ(self.environment(boot_id="check"))
-        except plugin.SettingsError as error:
-            raise UsageError(as_options(str(error))) from error
 
     def environment(self, *, boot_id: str) -> dict[str, str]:
         """The variables that switch the plugin on."""
@@ -150,35 +150,38 @@ class ServeOptions:
     engine: EngineOptions
     plugin: PluginOptions
     log_path: Path | None = None  # default: a temporary file
-    stall_s: float = 120.0  # without any sign of progress, before it is reported
+    stall_s: Annotated[
+        float,
+        Option("--stall", "Silence after which a stall is reported.", least=0, most=MAX_SECONDS),
+    ] = 120.0
 
     def __post_init__(self) -> None:
-        require_within("--stall", self.stall_s, least=0, most=MAX_SECONDS)
+        check_options(self)
 
     def environment(self, base: Mapping[str, str], *, boot_id: str) -> dict[str, str]:
-        """The server's whole environment: `base`, then the engine's variables, then the plugin's.
-
-        `boot_id`: the name of this start below the dump root.
-        """
+        """The server's whole environment. `boot_id`: the name of this start below the dump root."""
         return {**base, **self.engine.environment(), **self.plugin.environment(boot_id=boot_id)}
 
 
 def boundaries_of(layers: str, *, num_layers: int) -> tuple[int, ...]:
     """What a server of `num_layers` layers captures for `--layers`. Raises UsageError."""
     environ = {plugin.DUMP_DIR: "/", plugin.BOUNDARIES: layers}
-    try:
+    with _naming_options():
         asked = plugin.Settings.from_environ(environ)
         assert asked is not None
         return asked.resolve_boundaries(num_layers)
+
+
+@contextmanager
+def _naming_options() -> Iterator[None]:
+    """Errors of the plugin's parser as UsageError, with our options in place of its variables."""
+    try:
+        yield
     except plugin.SettingsError as error:
-        raise UsageError(as_options(str(error))) from error
-
-
-def as_options(message: str) -> str:
-    """A message of the plugin's parser with our options in place of its variables."""
-    for variable, option in OPTIONS_OF_VARIABLES.items():
-        message = message.replace(variable, option)
-    return message
+        message = str(error)
+        for variable, option in _OPTIONS_OF_VARIABLES.items():
+            message = message.replace(variable, option)
+        raise UsageError(message) from error
 
 
 def graph_arguments(engine_version: str) -> tuple[str, ...]:

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from extractor.core.errors import (
-    SpaceError,
-    UsageError,
-)
+from extractor.core.errors import SpaceError, UsageError
 from extractor.core.humanize import amount
 from extractor.core.request import Limits, dump_bytes
 from extractor.dumps.dump_reader import Rank

@@ -60,14 +60,10 @@ async def require_targets(
     found = await asyncio.gather(
         *(require_target(client, options) for client in clients), return_exceptions=True
     )
-    targets: list[Target | None] = []
     for outcome in found:
-        if isinstance(outcome, ServerUnreachable):
-            targets.append(None)
-        elif isinstance(outcome, BaseException):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, ServerUnreachable):
             raise outcome
-        else:
-            targets.append(outcome)
+    targets = [outcome if isinstance(outcome, Target) else None for outcome in found]
     answering = [target for target in targets if target is not None]
     if not answering:
         raise unreachable(clients)
@@ -137,10 +133,7 @@ def require_no_stricter(limits: Limits, target: Target) -> None:
 
 
 async def require_server(client: Client, *, wait_s: float) -> ServerFacts:
-    """Wait for the server and return its description of itself.
-
-    Raises ServerUnreachable and BadAddress, each with the next step for the user.
-    """
+    """Wait for the server; return its facts. Raises ServerUnreachable, BadAddress, PluginError."""
     if not await wait_until_answering([client], timeout_s=wait_s):
         raise unreachable([client])
     return await client.facts()
@@ -220,14 +213,14 @@ def same_model(asked: str, served: str) -> bool:
 
 def limits_of(facts: ServerFacts, ready: Ready) -> Limits:
     """The limits of a server. SGLang refuses prompts of `max_req_input_len` tokens and more."""
-    bounds = []
-    if facts.max_input_tokens is not None:
-        bounds.append(facts.max_input_tokens - 1)
-    if facts.context_length is not None:
-        bounds.append(facts.context_length - 1)  # one token is generated
+    bounds = [
+        bound
+        for bound in (facts.max_input_tokens, facts.context_length)  # of which one is generated
+        if bound is not None
+    ]
     if not bounds:
         raise PluginError("the server reports neither max_req_input_len nor context_length")
-    longest = min(bounds)
+    longest = min(bounds) - 1
     chunk = ready.engine.chunked_prefill_size
     return Limits(
         max_prompt_tokens=longest,

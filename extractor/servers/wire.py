@@ -18,7 +18,6 @@ extractor.servers.wire.FieldError: meta_info.version is missing
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import orjson
@@ -109,7 +108,7 @@ def _found(document: Document, path: str) -> object:
 def _find(document: Document, path: str) -> object:
     """The value at `path`, or `_MISSING`. Raises FieldError for a step into a scalar."""
     value: object = document
-    steps = _steps(path)
+    steps = path.split(".")
     for depth, step in enumerate(steps):
         if isinstance(value, dict):
             value = value.get(step, _MISSING)
@@ -120,11 +119,6 @@ def _find(document: Document, path: str) -> object:
         else:
             raise _wrong(".".join(steps[:depth]), value, "an object")
     return value
-
-
-@lru_cache(maxsize=256)
-def _steps(path: str) -> tuple[str, ...]:
-    return tuple(path.split("."))
 
 
 def _wrong(path: str, value: object, wanted: str) -> FieldError:

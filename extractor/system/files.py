@@ -158,6 +158,11 @@ def file_system_type(path: Path) -> str:
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def require_directory(path: Path, *, option: str) -> None:
     """Raise UsageError unless `path` is a directory or can become one. Raises OSError."""
     if path.exists() and not path.is_dir():

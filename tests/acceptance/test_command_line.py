@@ -26,9 +26,10 @@ from helpers import (
 )
 
 from acceptance.tool import PATIENCE_S, REPOSITORY, Fake, Tool, fake_server, wait_until
+from extractor.cli import option_types
 from extractor.cli.console import console
 from extractor.cli.main import cli, main
-from extractor.cli.option_types import ByteSize, GivenPath, OneOf, Seconds
+from extractor.cli.option_types import BYTES, SECONDS, GivenPath, OneOf
 from extractor.system.signals import STOP_SIGNALS
 from prompts.ambient import parse_moment
 
@@ -226,12 +227,14 @@ def test_a_wrong_command_is_2_with_a_message_and_no_traceback(
     assert shown.out == ""
 
 
-def parameters_of_commands(*kinds: type) -> list[Any]:
+def parameters_of_commands(*kinds: type | click.ParamType[Any]) -> list[Any]:
+    """Those of these types: a class, or one object."""
+    classes = tuple(kind for kind in kinds if isinstance(kind, type))
     return [
         pytest.param(parameter, id=f"{name}-{parameter.name}")
         for name, command in cli.commands.items()
         for parameter in command.params
-        if isinstance(parameter.type, kinds)
+        if isinstance(parameter.type, classes) or parameter.type in kinds
     ]
 
 
@@ -256,14 +259,14 @@ def test_no_option_takes_an_empty_value(parameter: click.Parameter) -> None:
 
 
 @pytest.mark.parametrize(
-    "parameter", parameters_of_commands(click.IntRange, click.types.IntParamType, ByteSize)
+    "parameter", parameters_of_commands(click.IntRange, click.types.IntParamType, BYTES)
 )
 def test_every_whole_number_has_an_upper_bound(parameter: click.Parameter) -> None:
     for value in ("9" * 20, "9" * 5000):
         assert parameter.opts[-1] in refusal(parameter, value)
 
 
-@pytest.mark.parametrize("parameter", parameters_of_commands(Seconds, click.types.FloatParamType))
+@pytest.mark.parametrize("parameter", parameters_of_commands(SECONDS, click.types.FloatParamType))
 def test_every_time_has_an_upper_bound(parameter: click.Parameter) -> None:
     for value in ("inf", "nan", "1e400", "1e9", "-1", "x"):
         assert f"{parameter.opts[-1]}': '{value}' is not a number of seconds" in refusal(
@@ -657,9 +660,9 @@ def value_for(option: click.Option, template: Path) -> tuple[str, Any]:
             return choices[-1], choices[-1]
         case click.IntRange():
             return "7", 7
-        case ByteSize():
+        case option_types.BYTES:
             return "5KiB", 5120
-        case Seconds():
+        case option_types.SECONDS:
             return "7.5", 7.5
         case GivenPath():
             return "some/where", Path("some/where")

@@ -53,7 +53,7 @@ async def owner_of(path: Path, prompts: Sequence[Prompt]) -> StoreOwner:
 
 
 def mover_of(shards: ShardSequence, owner: StoreOwner, counters: Counters) -> Mover:
-    recorder = RowRecorder(owner, counters, Notes(), server_of=lambda boot_id: None)
+    recorder = RowRecorder(owner, counters, Notes(), files=(), server_of=lambda boot_id: None)
     return Mover(shards, recorder, counters.stages, StoreTimings())
 
 

@@ -54,7 +54,7 @@ def test_a_bound_field_that_changes_is_named_with_both_values(name: str) -> None
     (difference,) = differences(facts(), facts(**{name: another(name)}))
     assert difference.name == name
     assert difference.now == another(name)
-    text = difference.to_text(before="was", now="is")
+    text = difference.to_text()
     assert text.startswith(f"  {name}: was ") and text.endswith(f", is {another(name)}")
 
 
