@@ -127,7 +127,7 @@ async def _try(
     try:
         result = await work
     except Exception as error:
-        if exit_code(error) is None:
+        if exit_code(error) is None and not isinstance(error, OSError):
             raise
         return Check(name=name, problem=message_of(error)), None
     return Check(name=name, detail=describe(result)), result

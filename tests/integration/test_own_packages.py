@@ -17,7 +17,7 @@ from extractor.core.own_packages import NAMES, ROOT
 from extractor.pipeline.run import run
 from extractor.testing.fake_server import FakeServer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

@@ -144,6 +144,7 @@ if __name__ == "__main__":
 '''
 
 
+@pytest.mark.slow
 def test_a_users_script_type_checks_strictly_and_a_wrong_one_does_not(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     right = tmp_path / "right.py"
