@@ -20,7 +20,8 @@ class FailureKind(Enum):
     SAMPLE = "sample", True, False, False  # answered, but not with what was asked for
     SERVER = "server", True, True, False  # the server answered with an error of its own
     SILENT = "silent", True, True, True  # no answer in time
-    BUSY = "busy", False, False, False  # refused for now, or no room for the dump
+    BUSY = "busy", False, False, False  # refused for now
+    FULL = "full", False, False, False  # somebody else filled the dump root
     HUNG_UP = "hung_up", False, False, True  # a gateway dropped the request
     COPY = "copy", False, True, True  # the server processes an earlier copy of the request
     BROKEN = "broken", False, True, True  # the connection broke off after the request was sent

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from extractor.core.timings import DEFAULT_TIMINGS
 
@@ -37,7 +38,7 @@ class Budget:
         self.used = 0
         self.peak = 0
         self.num_holders = 0
-        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiters: deque[tuple[int, int, asyncio.Future[None]]] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -50,39 +51,58 @@ class Budget:
         """
         if size_bytes > self.total:
             raise ValueError(f"{size_bytes} can never fit into {self.total}")
-        if not self._waiters and self._fits(size_bytes):
-            self._hold(size_bytes)
+        await self._acquire(size_bytes, 1)
+
+    def give_back(self, size_bytes: int) -> None:
+        """Free what `take` held."""
+        self._release(size_bytes, 1)
+
+    @asynccontextmanager
+    async def lent(self, size_bytes: int) -> AsyncIterator[None]:
+        """Free held bytes within the block, and wait for them at its end."""
+        self._release(size_bytes, 0)
+        try:
+            yield
+            await self._acquire(size_bytes, 0)
+        except BaseException:
+            self.used += size_bytes  # the caller gives them back
+            raise
+
+    async def _acquire(self, size_bytes: int, num_holders: int) -> None:
+        if not self._waiters and self._fits(size_bytes, num_holders):
+            self._hold(size_bytes, num_holders)
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append((size_bytes, granted))
+        waiter = (size_bytes, num_holders, granted)
+        self._waiters.append(waiter)
         try:
             await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
-                self.give_back(size_bytes)  # granted at the moment of the cancellation
+                self._release(size_bytes, num_holders)  # granted at the moment of the cancellation
             else:
                 with suppress(ValueError):  # _wake may have dropped it already
-                    self._waiters.remove((size_bytes, granted))
+                    self._waiters.remove(waiter)
                 self._wake()
             raise
 
-    def give_back(self, size_bytes: int) -> None:
-        """Free what `take` held."""
+    def _release(self, size_bytes: int, num_holders: int) -> None:
         self.used -= size_bytes
-        self.num_holders -= 1
+        self.num_holders -= num_holders
         self._wake()
 
-    def _fits(self, size_bytes: int) -> bool:
-        return self.used + size_bytes <= self.total and self.num_holders < self.max_holders
+    def _fits(self, size_bytes: int, num_holders: int) -> bool:
+        has_room = self.used + size_bytes <= self.total
+        return has_room and self.num_holders + num_holders <= self.max_holders
 
-    def _hold(self, size_bytes: int) -> None:
+    def _hold(self, size_bytes: int, num_holders: int) -> None:
         self.used += size_bytes
-        self.num_holders += 1
+        self.num_holders += num_holders
         self.peak = max(self.peak, self.used)
 
     def _wake(self) -> None:
-        while self._waiters and self._fits(self._waiters[0][0]):
-            size_bytes, granted = self._waiters.popleft()
+        while self._waiters and self._fits(*self._waiters[0][:2]):
+            size_bytes, num_holders, granted = self._waiters.popleft()
             if not granted.done():
-                self._hold(size_bytes)
+                self._hold(size_bytes, num_holders)
                 granted.set_result(None)

@@ -13,7 +13,6 @@ from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.counters import Counters, Stage
 from extractor.core.errors import ConfigMismatch, ServerError
 from extractor.core.failure import Failure, FailureKind
-from extractor.core.humanize import amount
 from extractor.core.request import Request, dump_bytes
 from extractor.core.rids import make_rid
 from extractor.dispatch.monitor import Monitor
@@ -148,7 +147,6 @@ class Connection:
         if isinstance(outcome, Failure):
             return self._unless_full(outcome, flight.request.prompt)
         flight.state = RequestState.TAKEN
-        self.lane.health.note_space(None, now=_now())
         self.served.prompts += 1
         self.served.tokens += flight.request.prompt.num_tokens
         return outcome
@@ -181,11 +179,7 @@ class Connection:
             self._settings.counters.stages[Stage.REQUEST].add(_now() - sent_at)
         self.monitor.note(reply, sent_at=sent_at)
         if prompt.ordinal in self._unanswered:
-            # Before the prompt is risked with another server, it must be known whether it killed
-            # this one; and for a suspect, nothing else may be sent here meanwhile.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.death_shows_s):
-                    await self.has_ended.wait()
+            await self._fate_shows()
         slot.release()
         if reply is None:
             flight.state = RequestState.DUE
@@ -193,6 +187,20 @@ class Connection:
         else:
             await self._give_up_request(request.rid, reply)
         return reply
+
+    async def _fate_shows(self) -> None:
+        """Wait until the server has ended or answers again, `death_shows_s` at least.
+
+        Before a prompt is risked with another server, it must be known whether it killed this one;
+        and beside a suspect, nothing else may be sent here meanwhile. A server that stays silent is
+        probed, and given up after `gone_after_s`.
+        """
+        is_first = True
+        while (is_first or self.lane.health.is_silent) and not self.has_ended.is_set():
+            is_first = False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.death_shows_s):
+                    await self.has_ended.wait()
 
     async def _give_up_request(self, rid: str, failure: Failure) -> None:
         """The server may still process it, after a time-out of ours: ask it to stop."""
@@ -254,12 +262,9 @@ class Connection:
         need = dump_bytes(prompt.num_tokens, self.target.ready.layout, self.target.limits)
         for rank in self.target.ranks:
             with suppress(FileNotFoundError):  # the collector misses it too, and ends the run
-                if (free := free_bytes(rank.directory)) < need:
-                    self.lane.health.note_space(
-                        f"{rank.directory}: {amount(free)} free, a dump takes {amount(need)}.",
-                        now=_now(),
-                    )
-                    return replace(failure, kind=FailureKind.BUSY)
+                if free_bytes(rank.directory) < need:
+                    self.lane.health.note_full(rank.directory, need, now=_now())
+                    return replace(failure, kind=FailureKind.FULL)
         return failure
 
     def _require_weight_version(self, reply: ReplyFacts) -> None:

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from extractor.core.failure import Failure, FailureKind
 from extractor.core.timings import HealthTimings
@@ -71,6 +72,15 @@ class Trouble:
     is_gone: bool = False  # the last request had no answer at all
 
 
+@dataclass(frozen=True, kw_only=True)
+class FullDirectory:
+    """A dump root that somebody else filled."""
+
+    directory: Path
+    need_bytes: int  # of the last dump that found no room
+    since: float
+
+
 class Health:
     """What one start of one server may get."""
 
@@ -82,8 +92,7 @@ class Health:
         self._trouble: Trouble | None = None
         self._is_paused = False
         self._stopping_since: float | None = None
-        self._full_since: float | None = None
-        self.full_detail = ""  # where the last dump found no room
+        self.full: FullDirectory | None = None
 
     @property
     def state(self) -> HealthState:
@@ -133,20 +142,19 @@ class Health:
         """The server says whether it is shutting down."""
         self._stopping_since = now if is_stopping else None
 
-    def note_space(self, problem: str | None, *, now: float) -> None:
-        """Learn whether the last dump found no room; `problem`: where, and how much is free."""
-        if problem is None:
-            self._full_since = None
-        elif self._full_since is None:
-            self._full_since, self.full_detail = now, problem
+    def note_full(self, directory: Path, need_bytes: int, *, now: float) -> None:
+        """A dump that takes `need_bytes` found no room in `directory`."""
+        since = now if self.full is None else self.full.since
+        self.full = FullDirectory(directory=directory, need_bytes=need_bytes, since=since)
 
     def trouble_s(self, *, now: float) -> float:
         """Seconds since the first failure after which no request was served."""
         return 0.0 if self._trouble is None else now - self._trouble.since
 
     def needs_trial(self, *, now: float) -> bool:
-        """Whether a probe must show if the server is at fault."""
-        return self._is_paused or self.trouble_s(now=now) > self._patience.trial_after_s
+        """Whether a probe must show if the server is at fault, or still there."""
+        is_late = self.trouble_s(now=now) > self._patience.trial_after_s
+        return self._is_paused or self.is_silent or is_late
 
     def ending(self, *, now: float) -> Ending | None:
         """Why the server must be given up; None if it need not be."""
@@ -157,12 +165,8 @@ class Health:
                 return Ending.GONE if self.is_silent else Ending.USELESS
         if self.stopping_s(now=now) > self._patience.useless_after_s:
             return Ending.NOT_STOPPED
-        if (
-            self._full_since is not None
-            and now - self._full_since > self._patience.space_patience_s
-        ):
-            return Ending.NO_SPACE
-        return None
+        full_s = 0.0 if self.full is None else now - self.full.since
+        return Ending.NO_SPACE if full_s > self._patience.space_patience_s else None
 
     def stopping_s(self, *, now: float) -> float:
         """Seconds since the server said that it is shutting down."""

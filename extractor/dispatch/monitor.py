@@ -12,6 +12,7 @@ from extractor.core.checks import ReplyFacts, check_reply
 from extractor.core.errors import ExtractorError, ServerGone, ServerLost, SpaceError
 from extractor.core.events import ReportLine
 from extractor.core.failure import Failure, FailureKind
+from extractor.core.humanize import amount
 from extractor.core.timings import Timings
 from extractor.dispatch.health import Ending, Health, HealthState
 from extractor.dispatch.retry import RetryPolicy
@@ -20,6 +21,7 @@ from extractor.dumps.discovery import is_alive
 from extractor.servers.client import Client
 from extractor.servers.probe import PROBE_TOKENS, probe_ids, probe_request
 from extractor.servers.target import Target
+from extractor.system.files import free_bytes
 from manifest.states import Reason
 
 RESTART_ADVICE = "Restart it and run the same command again; nothing stored is sent twice."
@@ -111,9 +113,17 @@ class Monitor:
     async def _watch(self) -> None:
         while True:
             self._require_alive()
+            self._look_for_space()
             if (ending := self._health.ending(now=_now())) is not None:
                 raise self._error(ending)
             await asyncio.sleep(self._timings.health.alive_interval_s)
+
+    def _look_for_space(self) -> None:
+        full = self._health.full
+        if full is not None:
+            with suppress(FileNotFoundError):  # the collector misses it too, and ends the run
+                if free_bytes(full.directory) >= full.need_bytes:
+                    self._health.full = None
 
     def _require_alive(self) -> None:
         for rank in self._target.ranks:
@@ -142,9 +152,12 @@ class Monitor:
                     LOG_ADVICE,
                 )
             case Ending.NO_SPACE:
+                assert health.full is not None
+                full = health.full
                 return SpaceError(
-                    f"{health.full_detail} Nothing is lost: free space (`extractor doctor` lists "
-                    "leftovers) and run the same command again."
+                    f"{full.directory}: {amount(free_bytes(full.directory))} free, a dump takes "
+                    f"{amount(full.need_bytes)}. Nothing is lost: free space (`extractor doctor` "
+                    "lists leftovers) and run the same command again."
                 )
 
     async def _probe_while_paused(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from extractor.dispatch.budget import Budget
+from extractor.dispatch.connection import Connection
 from extractor.dispatch.retry import RetryPolicy, Setbacks
 from extractor.dispatch.row_recorder import RowRecorder
 from extractor.dispatch.server_pool import FailedAttempt, ServerPool
@@ -62,9 +63,10 @@ class PromptTasks:
         """
         attempt = attempts_before
         setbacks = Setbacks()
+        served: dict[Connection, int] = {}
         while not self.stop.is_set():
             attempt += 1
-            failed = await self._attempt(prompt, attempt)
+            failed = await self._attempt(prompt, attempt, served)
             if failed is None:
                 return
             setbacks.add(failed.failure, others_served=failed.others_served)
@@ -74,13 +76,17 @@ class PromptTasks:
                 return
             self.recorder.retry(prompt, failed.failure, attempts=attempt)
             delay_s = self.policy.delay_s(setbacks.total, chance=random.random())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await self.stop.wait()
+            # Others may be sent meanwhile: a prompt that is always refused must not block them.
+            async with self.budget.lent(self.dump_bytes(prompt.num_tokens)):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(delay_s):
+                        await self.stop.wait()
 
-    async def _attempt(self, prompt: Prompt, attempt: int) -> FailedAttempt | None:
+    async def _attempt(
+        self, prompt: Prompt, attempt: int, served: dict[Connection, int]
+    ) -> FailedAttempt | None:
         """One attempt; None if the prompt is settled, or not to be sent any more."""
-        outcome = await self.pool.fetch(prompt, attempt)
+        outcome = await self.pool.fetch(prompt, attempt, served)
         if outcome is None or isinstance(outcome, FailedAttempt):
             return outcome
         failure = await self.movers.store(prompt, outcome, attempts=attempt)

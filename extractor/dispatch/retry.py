@@ -20,7 +20,8 @@ class Setbacks:
         did not, a refusal says nothing about this prompt."""
         self.total += 1
         self.counted += failure.kind.counts
-        self.telling += failure.kind.counts or others_served
+        tells = others_served and failure.kind is not FailureKind.FULL
+        self.telling += failure.kind.counts or tells
 
 
 @dataclass(frozen=True, kw_only=True)

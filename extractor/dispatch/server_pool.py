@@ -31,7 +31,7 @@ from extractor.dispatch.limiter import Limiter, default_limit
 from extractor.dispatch.monitor import Monitor
 from extractor.dispatch.provenance import Provenance
 from extractor.dispatch.row_recorder import RowRecorder
-from extractor.dispatch.scheduler import Lane, Scheduler
+from extractor.dispatch.scheduler import Lane, Scheduler, Slot
 from extractor.dispatch.server import Server, connections_each
 from extractor.dispatch.suspects import Suspects
 from extractor.dumps.collector import Collector
@@ -127,38 +127,57 @@ class ServerPool:
                 tasks.create_task(self._keep(server), name=f"server-{server.url}")
 
     async def fetch(
-        self, prompt: Prompt, attempt: int
+        self, prompt: Prompt, attempt: int, served: dict[Connection, int]
     ) -> Sequence[DumpPiece] | FailedAttempt | None:
         """Send `prompt` once, to one server; its pieces, or why this attempt gave none.
 
+        `served`: what each server had served when this prompt's last attempt there ended; updated.
         None if there is nothing more to do: the prompt was convicted of killing servers, or
         `send_no_more` was called before it was sent. Whoever takes the pieces owns their files.
         """
         ordinal = prompt.ordinal
-        served_before = {connection: connection.lane.health.num_served for connection in self._up}
+        for connection in self._up:
+            served.setdefault(connection, connection.lane.health.num_served)
         while not self._suspects.is_convicted(ordinal):
             slot = await self._scheduler.take(ordinal, prompt.num_tokens)
             if slot is None:
                 return None
-            connection = next((found for found in self._up if found.lane is slot.lane), None)
-            if connection is None:  # lost at the moment of the grant
+            try:
+                found = await self._connection_of(slot)
+                if found is None or self._suspects.is_convicted(ordinal):
+                    continue
+                # One server is blamed for a prompt: the last one that it was sent to.
+                self._forget_elsewhere(ordinal, found)
+                outcome = await found.fetch(prompt, attempt, slot)
+            finally:
                 slot.release()
-                continue
-            if not connection.monitor.is_same_server():
-                slot.release()
-                await connection.has_ended.wait()
-                continue
-            if slot.is_alone:
-                await self._recorder.flush()  # its deaths must be durable before the next one
-            outcome = await connection.fetch(prompt, attempt, slot)
             if not isinstance(outcome, Failure):
                 self._suspects.clear(ordinal)
                 return outcome
+            num_served = found.lane.health.num_served
+            others_served = num_served > served.get(found, num_served)
+            served[found] = num_served
             if not self._suspects.is_convicted(ordinal):
-                health = connection.lane.health
-                served = served_before.get(connection, health.num_served)
-                return FailedAttempt(failure=outcome, others_served=health.num_served > served)
+                return FailedAttempt(failure=outcome, others_served=others_served)
         return None
+
+    async def _connection_of(self, slot: Slot) -> Connection | None:
+        """The connection that a slot is for; None if its server is lost, or another one by now."""
+        connection = next((found for found in self._up if found.lane is slot.lane), None)
+        if connection is None:
+            return None
+        if not connection.monitor.is_same_server():
+            slot.release()
+            await connection.has_ended.wait()
+            return None
+        if slot.is_alone:
+            await self._recorder.flush()  # its deaths must be durable before the next one
+        return None if connection.has_ended.is_set() else connection
+
+    def _forget_elsewhere(self, ordinal: int, connection: Connection) -> None:
+        for other in self._up:
+            if other is not connection:
+                other.forget(ordinal)
 
     def send_no_more(self) -> None:
         """What is in flight may end; what waits for a slot is not sent."""
@@ -197,13 +216,15 @@ class ServerPool:
 
     def _connect(self, server: Server, target: Target) -> None:
         server.target = target
-        before = server.starts[-1] if server.starts else None
         # Dumps that an earlier connection to the same start handed over must not be found again:
         # they may be waiting for their copy.
-        is_same_start = before is not None and before.target.ready.boot_id == target.ready.boot_id
+        boot_id = target.ready.boot_id
+        collectors = [
+            start.collector for start in server.starts if start.target.ready.boot_id == boot_id
+        ]
         collector = (
-            before.collector
-            if before is not None and is_same_start
+            collectors[-1]
+            if collectors
             else Collector(
                 target.ranks,
                 rid_prefix=rid_prefix(self._settings.run_id),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from extractor.core.counters import Counters
@@ -74,5 +75,6 @@ class MoverPool:
 
     async def close(self, *, seal: bool) -> None:
         """Stop the movers. `seal`: no more samples will come, so finish their shards."""
-        for shards in self._sequences:
-            await shards.close(seal=seal)
+        async with AsyncExitStack() as stack:  # all of them, whatever one raises
+            for shards in reversed(self._sequences):
+                stack.push_async_callback(shards.close, seal=seal)

@@ -44,7 +44,7 @@ from extractor.core.errors import (
 )
 from extractor.core.failure import Failure
 from extractor.core.locations import MANIFEST_NAME
-from extractor.core.request import Request
+from extractor.core.request import Limits, Request, dump_bytes
 from extractor.core.run_options import RunOptions
 from extractor.dispatch.server import connections_each, require_connections
 from extractor.dispatch.suspects import Suspects
@@ -683,6 +683,51 @@ async def test_a_prompt_that_kills_is_not_tried_for_ever_where_a_run_may_wait(
     supervisor.cancel()
     await asyncio.gather(supervisor, return_exceptions=True)
     assert_whole(tmp_path / "out", prompts, without=[17])
+
+
+async def test_a_prompt_that_one_server_dropped_and_another_stored_is_not_blamed_later(
+    tmp_path: Path, dump_root: Path, notes: Notes, prompts: list[Ids], path: Path
+) -> None:
+    """Its server dies when the prompt is long stored: only what it has unanswered is suspect."""
+    flaky = ("--fault", "reset", "--fault-row", "3", "--delay-s", "0.02")
+    async with process(dump_root, *flaky) as one:
+        steady = FakeServer(dump_root, delay_s=0.02)
+
+        def has_three() -> bool:
+            return 3 in ordinals_sent(steady.requests)
+
+        async with steady.running():
+            options = options_of([one, steady], dump_root, path, tmp_path / "out")
+            running = asyncio.create_task(run(options, notes))
+            while not has_three():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # answered, and stored
+            one.process.kill()
+            await asyncio.to_thread(one.process.wait)
+            summary = await running
+    assert summary.totals.by_reason == {}
+    assert_whole(tmp_path / "out", prompts)
+
+
+async def test_a_prompt_that_is_always_refused_does_not_block_the_others(
+    tmp_path: Path, dump_root: Path, notes: Notes
+) -> None:
+    """The budget holds one dump: while the refused prompt waits, others are sent."""
+    num_tokens = 1024
+    prompts = make_prompts(20, shortest=num_tokens, longest=num_tokens)
+    path = write_prompts(tmp_path / "p.jsonl", prompts)
+
+    def refuse(number: int, rid: str) -> Fault | None:
+        return Fault.BUSY if ordinals_sent([rid]) == [0] else None
+
+    async with FakeServer(dump_root, faults=refuse).running() as server:
+        limits = Limits(max_prompt_tokens=4096, vocab_size=9, chunk_tokens=4096)
+        need = dump_bytes(num_tokens, LAYOUT, limits)
+        options = options_of([server], dump_root, path, tmp_path / "out", shm_budget_bytes=need)
+        timings = quick(health={"refused_open_s": 0.0, "trial_pause_s": 0.01})
+        summary = await run(options, notes, timings=timings)
+    assert summary.totals.by_state == {State.STORED: 19, State.FAILED: 1}
+    assert summary.totals.by_reason == {Reason.SERVER_ERROR: 1}
 
 
 # --- files that may be open -------------------------------------------------------------------

@@ -470,8 +470,13 @@ async def test_trouble_that_is_not_the_prompts_costs_it_no_attempt(
     tmp_path: Path, dump_root: Path, notes: Notes, fault: Fault
 ) -> None:
     prompts = make_prompts(1)
-    faults = faults_once(dict.fromkeys(range(1, 7), fault))
-    async with FakeServer(dump_root, faults=faults).running() as server:
+    sent: list[int] = []
+
+    def first_six(number: int, rid: str) -> Fault | None:
+        sent.extend(ordinals_sent([rid]))  # a probe is served
+        return fault if ordinals_sent([rid]) and len(sent) <= 6 else None
+
+    async with FakeServer(dump_root, faults=first_six).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", prompts)
         options = options_for(server, path, tmp_path / "out", max_attempts=1, dump_timeout_s=0.2)
         await run(options, notes)

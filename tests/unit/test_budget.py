@@ -91,6 +91,39 @@ async def test_prompts_are_bounded_by_number_too() -> None:
     assert (budget.used, budget.num_holders) == (0, 0)
 
 
+async def test_lent_bytes_are_others_until_they_are_given_back() -> None:
+    budget = budget_of(10, max_holders=2)
+    await budget.take(10)
+    other = Holder(budget, 10)
+    async with budget.lent(10):
+        await settle()
+        assert other.has_it
+        assert budget.num_holders == 2
+        other.let_go.set()
+    assert (budget.used, budget.num_holders) == (10, 1)
+    budget.give_back(10)
+    assert (budget.used, budget.num_holders) == (0, 0)
+
+
+async def test_lent_bytes_are_held_again_where_the_block_is_cancelled() -> None:
+    budget = budget_of(10)
+
+    async def hold() -> None:
+        await budget.take(10)
+        try:
+            async with budget.lent(10):
+                await asyncio.Event().wait()
+        finally:
+            budget.give_back(10)
+
+    task = asyncio.create_task(hold())
+    await settle()
+    assert budget.used == 0
+    task.cancel()
+    await settle()
+    assert (budget.used, budget.num_holders) == (0, 0)
+
+
 async def test_a_cancelled_waiter_makes_way_for_those_behind_it() -> None:
     budget = budget_of(10)
     holding = Holder(budget, 5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,10 +106,17 @@ def test_a_server_that_shuts_down_gets_nothing_until_it_says_otherwise_or_is_giv
 
 def test_a_dump_root_that_stays_full_ends_the_run() -> None:
     health, now = played([])
-    health.note_space("/dev/shm: 1 B free.", now=now)
-    health.note_space("later", now=now + 1)
+    health.note_full(Path("/dev/shm"), 10, now=now)
+    health.note_full(Path("/dev/shm"), 20, now=now + 1)
     assert health.ending(now=now + PATIENCE.space_patience_s) is None
     assert health.ending(now=now + PATIENCE.space_patience_s + 1) is Ending.NO_SPACE
-    assert health.full_detail == "/dev/shm: 1 B free."
-    health.note_space(None, now=now + 2)
-    assert health.ending(now=now + 10**6) is None
+    assert health.full is not None
+    assert (health.full.need_bytes, health.full.since) == (20, now)
+
+
+@pytest.mark.parametrize("kind", [FailureKind.BROKEN, FailureKind.UNSENT])
+def test_a_server_that_did_not_answer_at_all_is_probed_at_once(kind: FailureKind) -> None:
+    health, now = played([(kind, 0.0)])
+    assert health.needs_trial(now=now)
+    health, now = played([(FailureKind.SERVER, 0.0)])
+    assert not health.needs_trial(now=now)

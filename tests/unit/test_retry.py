@@ -39,11 +39,17 @@ def test_what_trying_cannot_change_is_given_up_at_once() -> None:
     assert gives_up(FailureKind.PERMANENT, 1)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FailureKind if not kind.counts])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in FailureKind if not kind.counts and kind is not FailureKind.FULL]
+)
 def test_trouble_of_the_server_costs_no_attempt_but_not_for_ever(kind: FailureKind) -> None:
     assert not gives_up(kind, 10_000)  # nobody else was served either
     assert not gives_up(kind, 63, others_served=True)
     assert gives_up(kind, 64, others_served=True)
+
+
+def test_a_dump_root_that_somebody_else_fills_fails_no_row() -> None:
+    assert not gives_up(FailureKind.FULL, 10_000, others_served=True)
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1))

@@ -88,19 +88,18 @@ async def test_a_paused_server_gets_nothing_and_a_lowered_limit_is_met_as_slots_
 
 
 async def test_a_suspect_waits_for_an_empty_server_and_keeps_it_to_itself() -> None:
-    scheduler, (one, other) = scheduler_of(4, 4)
+    scheduler, _ = scheduler_of(4, 4)
     held = [await taken(scheduler, number) for number in (10, 20, 30)]
-    alone, behind = await settled(scheduler.take(SUSPECT, 5), scheduler.take(0, 5))
-    assert not alone.done() and not behind.done()
+    (alone,) = await settled(scheduler.take(SUSPECT, 5))
+    assert not alone.done()
+    beside = await taken(scheduler, 1)  # the other server goes on meanwhile
     for slot in held:
-        if slot.lane is other:
-            slot.release()
+        slot.release()
     await turn_over()
-    assert alone.result().lane is other
-    assert behind.result().lane is one  # nothing goes beside the suspect
-    assert (await taken(scheduler, 1)).lane is one
+    assert alone.result().lane is not beside.lane
+    assert {(await taken(scheduler, 1)).lane for _ in range(3)} == {beside.lane}
     alone.result().release()
-    assert (await taken(scheduler, 1)).lane is other
+    assert (await taken(scheduler, 1)).lane is alone.result().lane
 
 
 async def test_a_prompt_that_becomes_a_suspect_while_it_waits_is_sent_alone() -> None:
@@ -118,14 +117,29 @@ async def test_a_prompt_that_becomes_a_suspect_while_it_waits_is_sent_alone() ->
     assert waiting.result().is_alone
 
 
-async def test_several_suspects_are_sent_one_at_a_time_to_each_server() -> None:
+async def test_suspects_are_sent_one_at_a_time_in_all_servers_and_the_others_go_on() -> None:
     scheduler, (one, other) = scheduler_of(4, 4)
     first, second, third = await settled(*(scheduler.take(SUSPECT, 5) for _ in range(3)))
-    assert {first.result().lane, second.result().lane} == {one, other}
-    assert not third.done()
+    assert first.done() and not second.done() and not third.done()
+    kept = first.result().lane
+    assert {(await taken(scheduler, 1)).lane for _ in range(4)} == {one, other} - {kept}
     first.result().release()
     await turn_over()
-    assert third.done()
+    assert second.done() and not third.done()
+    assert second.result().lane is kept
+
+
+async def test_the_only_server_is_kept_for_suspects_until_each_is_answered() -> None:
+    scheduler, (lane,) = scheduler_of(4)
+    first, second, behind = await settled(
+        scheduler.take(SUSPECT, 5), scheduler.take(SUSPECT, 5), scheduler.take(0, 5)
+    )
+    first.result().release()
+    await turn_over()
+    assert second.done() and not behind.done()
+    second.result().release()
+    await turn_over()
+    assert behind.result().lane is lane
 
 
 async def test_a_suspect_waits_for_another_server_when_one_is_lost() -> None:
