@@ -27,7 +27,8 @@ from extractor.core.run_options import RunOptions
 from extractor.core.timings import DEFAULT_TIMINGS, ClientTimings
 from extractor.servers.connection_errors import about_proxies, detail_of, lasting_problem, own_limit
 from extractor.servers.refusals import abort_failure, http_failure
-from extractor.servers.wire import (
+from manifest.states import Reason
+from server_patch.fields import (
     Document,
     FieldError,
     array,
@@ -37,7 +38,6 @@ from extractor.servers.wire import (
     optional,
     text,
 )
-from manifest.states import Reason
 
 API_KEY_VARIABLE = "EXTRACTOR_API_KEY"
 #: A reply to one token is a few hundred bytes; more means the server sends states as JSON.
@@ -157,7 +157,7 @@ class Client:
                 "few hundred bytes: does something add states or log-probabilities to it?",
             )
         try:
-            return _reply(object_of(data), rid=request.rid)
+            return _reply(object_of(data, loads=orjson.loads), rid=request.rid)
         except FieldError as error:
             return Failure(
                 reason=Reason.SERVER_ERROR,
@@ -287,7 +287,7 @@ class Client:
                 "not a SGLang server?"
             )
         try:
-            return object_of(data)
+            return object_of(data, loads=orjson.loads)
         except FieldError as error:
             raise PluginError(f"{self.url}{path}: {error}. Not a SGLang server?") from error
 
@@ -379,7 +379,7 @@ def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
 def _message(data: bytes) -> str:
     """The server's own words, shortened; it never repeats a prompt's text (ids were sent)."""
     try:
-        document = object_of(data)
+        document = object_of(data, loads=orjson.loads)
     except FieldError:
         return _shortened(data.decode(errors="replace"))
     error: object = (

@@ -30,7 +30,7 @@ BESIDE = {"reporter", "drain", "server-alive", "server-trial", "server-drain", "
 USED = (
     "extractor/core/", "extractor/system/", "manifest/", "prompts/types.py",
     "server_patch/dump_format.py", "extractor/dispatch/limiter.py",
-    "extractor/dispatch/suspects.py", "extractor/servers/wire.py", "extractor/shards/format.py",
+    "extractor/dispatch/suspects.py", "server_patch/fields.py", "extractor/shards/format.py",
 )  # fmt: skip
 #: What brings the prompt to the first stop, and waits for the session's end.
 BEFORE = (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from extractor.servers.wire import FieldError, array, integer, mapping, object_of, optional, text
+from server_patch.fields import FieldError, array, integer, mapping, object_of, optional, text
 
 
 def problem(read: Callable[[], object]) -> str:

@@ -1,5 +1,8 @@
 """Reads typed fields from another program's JSON; an error names the field and the problem.
 
+Every value that comes from a file or a reply passes through here once, at the border, and is then a
+field of a typed record. Standard library only.
+
 A path names a field: its steps are object keys or array indexes.
 
 >>> reply = object_of(b'{"meta_info": {"id": "a", "prompt_tokens": "x", "stop": null}}')
@@ -7,20 +10,20 @@ A path names a field: its steps are object keys or array indexes.
 'a'
 >>> integer(reply, "meta_info.prompt_tokens", minimum=0)
 Traceback (most recent call last):
-extractor.servers.wire.FieldError: meta_info.prompt_tokens is 'x', must be an integer
+server_patch.fields.FieldError: meta_info.prompt_tokens is 'x', must be an integer
 >>> text(reply, "meta_info.version")
 Traceback (most recent call last):
-extractor.servers.wire.FieldError: meta_info.version is missing
+server_patch.fields.FieldError: meta_info.version is missing
 >>> optional(text, reply, "meta_info.version"), optional(integer, reply, "meta_info.stop")
 (None, None)
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
-
-import orjson
 
 Document = Mapping[str, Any]
 P = ParamSpec("P")
@@ -29,6 +32,7 @@ T = TypeVar("T")
 #: The largest integer that SQLite and numpy hold.
 MAX_INTEGER = (1 << 63) - 1
 MAX_SHOWN_CHARS = 60
+_MAX_FLOAT = sys.float_info.max
 _MISSING = object()
 
 
@@ -36,15 +40,28 @@ class FieldError(ValueError):
     """A field is missing or invalid; the message names it."""
 
 
-def object_of(data: bytes) -> Document:
-    """Parse `data` as a JSON object. Raises FieldError."""
+def object_of(
+    data: bytes, *, what: str = "the answer", loads: Callable[[bytes], object] | None = None
+) -> Document:
+    """Parse `data` as a JSON object; NaN and infinities are errors. Raises FieldError.
+
+    what: names the document in errors. loads: a faster parser, which raises ValueError.
+    """
     try:
-        document = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise FieldError("the answer is not JSON") from error
+        document = (loads or _strict_loads)(data)
+    except (ValueError, RecursionError) as error:
+        raise FieldError(f"{what} is not JSON") from error
     if not isinstance(document, dict):
-        raise FieldError(f"the answer is {_shown(document)}, must be an object")
+        raise FieldError(f"{what} is {_shown(document)}, must be an object")
     return document
+
+
+def _strict_loads(data: bytes) -> object:
+    return json.loads(data, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
 
 
 def text(document: Document, path: str) -> str:
@@ -66,6 +83,26 @@ def integer(
         raise _wrong(path, value, f"{minimum} or more")
     if value > maximum:
         raise _wrong(path, value, f"{maximum} or less")
+    return value
+
+
+def number(
+    document: Document, path: str, *, minimum: float = -_MAX_FLOAT, maximum: float = _MAX_FLOAT
+) -> float:
+    """The number in [minimum, maximum] at `path`, as a float; true is an error."""
+    value = _found(document, path)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise _wrong(path, value, "a number")
+    if not minimum <= value <= maximum:
+        raise _wrong(path, value, f"{minimum:g} to {maximum:g}")
+    return float(value)
+
+
+def boolean(document: Document, path: str) -> bool:
+    """True or false at `path`."""
+    value = _found(document, path)
+    if not isinstance(value, bool):
+        raise _wrong(path, value, "true or false")
     return value
 
 
@@ -135,5 +172,5 @@ def _shown(value: object) -> str:
         return "an object"
     if isinstance(value, list):
         return "an array"
-    shown = repr(value) if isinstance(value, str) else orjson.dumps(value).decode()
+    shown = repr(value) if isinstance(value, str) else json.dumps(value)
     return shown if len(shown) <= MAX_SHOWN_CHARS else shown[: MAX_SHOWN_CHARS - 3] + "..."

@@ -1,0 +1,63 @@
+"""Opens a directory that no other user can change or replace. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from server_patch.directory import Directory
+
+#: Mode bits that let other users than the owner change a directory.
+_WRITABLE_BY_OTHERS: Final = 0o022
+
+
+class UntrustedDirectory(OSError):
+    """Other users can change a directory, or what its path leads to; `strerror` says how."""
+
+
+def open_trusted(path: Path, *, owners: Collection[int], is_shared: bool = False) -> Directory:
+    """Open a directory that no other user can change or replace; files in it must be of `owners`.
+
+    Its owner, and that of each directory on the way, must be root, this user or one of `owners`. No
+    directory may be writable by its group or by others, except parents with the sticky bit, in
+    which only owners rename. Links on the way are resolved first, then every step is taken by
+    descriptor without following any.
+
+    is_shared: the group may write to the directory itself; its files are then told apart by their
+    owner. Raises UntrustedDirectory, FileNotFoundError, OSError.
+    """
+    trusted = {0, os.geteuid(), *owners}
+    path = path.absolute()
+    if path.is_symlink():
+        raise UntrustedDirectory(
+            errno.ELOOP, f"is a link to {path.readlink()}: name that directory", str(path)
+        )
+    # The path's links are followed once, here; if one is changed meanwhile, the walk fails.
+    real = Path(os.path.realpath(path.parent)) / path.name
+    directory = Directory.open(Path(real.anchor))
+    for step in real.parts[1:]:
+        _require_trusted(directory, trusted, is_parent=True, is_shared=False)
+        directory = directory.subdirectory(step)
+    _require_trusted(directory, trusted, is_parent=False, is_shared=is_shared)
+    directory.owners = frozenset(trusted)
+    return directory
+
+
+def _require_trusted(
+    directory: Directory, trusted: Collection[int], *, is_parent: bool, is_shared: bool
+) -> None:
+    facts = os.fstat(directory.descriptor)
+    place = str(directory.path)
+    if facts.st_uid not in trusted:
+        raise UntrustedDirectory(errno.EPERM, f"belongs to user {facts.st_uid}", place)
+    if is_parent and facts.st_mode & stat.S_ISVTX:
+        return
+    writable = facts.st_mode & (0o002 if is_shared else _WRITABLE_BY_OTHERS)
+    if writable:
+        who = "others" if writable & 0o002 else "its group"
+        mode = stat.S_IMODE(facts.st_mode)
+        raise UntrustedDirectory(errno.EPERM, f"can be changed by {who} (mode {mode:o})", place)
