@@ -60,7 +60,7 @@ def test_a_value_that_is_not_an_object_is_named(data: bytes, expected: str) -> N
 
 def test_an_integer_beyond_64_bits_is_refused() -> None:
     document = object_of(b'{"a": 123456789012345678901234567890, "b": 18446744073709551615}')
-    assert "must be an integer" in problem(lambda: integer(document, "a"))
+    assert problem(lambda: integer(document, "a")).endswith("must be 9223372036854775807 or less")
     assert problem(lambda: integer(document, "b")).endswith("must be 9223372036854775807 or less")
 
 
