@@ -12,6 +12,9 @@ from contextlib import asynccontextmanager, suppress
 
 from extractor.core.timings import DEFAULT_TIMINGS
 
+#: Bytes, holders, and a future of both.
+_Waiter = tuple[int, int, asyncio.Future[None]]
+
 
 def max_prompts(
     request_limit: int, *, group_samples: int = DEFAULT_TIMINGS.store.group_samples
@@ -30,7 +33,10 @@ def max_prompts(
 
 class Budget:
     """At most `total` bytes are held at any time, by at most `max_holders` prompts, first come,
-    first served, so that a large prompt is not starved by small ones."""
+    first served, so that a large prompt is not starved by small ones.
+
+    Prompts that lent their bytes come before new ones: they are holders already, and a new one may
+    be waiting for one of them to end."""
 
     def __init__(self, total: int, *, max_holders: int) -> None:
         self.total = total
@@ -38,11 +44,12 @@ class Budget:
         self.used = 0
         self.peak = 0
         self.num_holders = 0
-        self._waiters: deque[tuple[int, int, asyncio.Future[None]]] = deque()
+        self._returning: deque[_Waiter] = deque()
+        self._new: deque[_Waiter] = deque()
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiters)
+        return len(self._returning) + len(self._new)
 
     async def take(self, size_bytes: int) -> None:
         """Wait until `size_bytes` are free, and hold them until `give_back`.
@@ -69,12 +76,11 @@ class Budget:
             raise
 
     async def _acquire(self, size_bytes: int, num_holders: int) -> None:
-        if not self._waiters and self._fits(size_bytes, num_holders):
-            self._hold(size_bytes, num_holders)
-            return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._new if num_holders else self._returning
         waiter = (size_bytes, num_holders, granted)
-        self._waiters.append(waiter)
+        waiting.append(waiter)
+        self._wake()
         try:
             await granted
         except asyncio.CancelledError:
@@ -82,7 +88,7 @@ class Budget:
                 self._release(size_bytes, num_holders)  # granted at the moment of the cancellation
             else:
                 with suppress(ValueError):  # _wake may have dropped it already
-                    self._waiters.remove(waiter)
+                    waiting.remove(waiter)
                 self._wake()
             raise
 
@@ -95,14 +101,14 @@ class Budget:
         has_room = self.used + size_bytes <= self.total
         return has_room and self.num_holders + num_holders <= self.max_holders
 
-    def _hold(self, size_bytes: int, num_holders: int) -> None:
-        self.used += size_bytes
-        self.num_holders += num_holders
-        self.peak = max(self.peak, self.used)
-
     def _wake(self) -> None:
-        while self._waiters and self._fits(*self._waiters[0][:2]):
-            size_bytes, num_holders, granted = self._waiters.popleft()
-            if not granted.done():
-                self._hold(size_bytes, num_holders)
-                granted.set_result(None)
+        for waiting in (self._returning, self._new):
+            while waiting and self._fits(*waiting[0][:2]):
+                size_bytes, num_holders, granted = waiting.popleft()
+                if not granted.done():
+                    self.used += size_bytes
+                    self.num_holders += num_holders
+                    self.peak = max(self.peak, self.used)
+                    granted.set_result(None)
+            if waiting:
+                return

@@ -61,6 +61,7 @@ class Collector:
         self.num_broken = 0
         #: Rids that the server may still be at work on, and whose dumps nobody waits for.
         self.abandoned: set[str] = set()
+        self._rows_due: dict[str, int] = {}  # of abandoned rids whose prompt was `expect`ed
 
     def expect(self, rid: str, *, num_tokens: int) -> asyncio.Future[Collected]:
         """A future of the pieces that tile the prompt, by start; or of what went wrong.
@@ -79,6 +80,8 @@ class Collector:
     def drop(self, rid: str, collected: asyncio.Future[Collected]) -> None:
         """Stop waiting for `rid` and remove what arrived of it, where nobody takes the pieces."""
         if self._waiting.pop(rid, None) is not None:
+            if rid in self.abandoned:
+                self._rows_due[rid] = self._correlator.rows_due(rid)
             self._remove(self._correlator.close(rid))
         elif collected.done() and not collected.cancelled():
             outcome = collected.result()
@@ -136,6 +139,7 @@ class Collector:
                 unlink_all([path])
                 logger.debug("dump failed rid=%s reason=%s", record.rid, record.reason)
                 self.abandoned.discard(record.rid)
+                self._rows_due.pop(record.rid, None)
                 self._settle(record.rid, Failure(reason=Reason.DUMP_FAILED, detail=record.reason))
             case BrokenFile(path=path):
                 # Whose it is cannot be read. Its request, ours or another's, will miss it and
@@ -156,7 +160,7 @@ class Collector:
         match match:
             case Match.ORPHAN:
                 self.num_orphans += 1
-                self.abandoned.discard(header.rid)
+                self._note_late(header)
                 self._remove([piece])
                 return
             case Match.CONFLICT:
@@ -177,6 +181,14 @@ class Collector:
                     self._settle(header.rid, failure)
                 elif match is Match.COMPLETE:
                     self._settle(header.rid, None)
+
+    def _note_late(self, header: DumpHeader) -> None:
+        """Nobody waits for a request any more; more of it comes until all its rows are there."""
+        rows_due = self._rows_due.pop(header.rid, 0) - header.rows
+        if rows_due > 0:
+            self._rows_due[header.rid] = rows_due
+        else:
+            self.abandoned.discard(header.rid)
 
     def _settle(self, rid: str, failure: Failure | None) -> None:
         future = self._waiting.pop(rid, None)

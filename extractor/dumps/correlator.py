@@ -82,6 +82,10 @@ class Correlator(Generic[Handle]):
     def rows_seen(self, rid: str) -> int:
         return sum(piece.rows for piece in self._expected[rid].pieces)
 
+    def rows_due(self, rid: str) -> int:
+        """Rows that have not arrived yet."""
+        return self._expected[rid].num_tokens - self.rows_seen(rid)
+
     def close(self, rid: str) -> list[Piece[Handle]]:
         """Stop waiting for `rid`; its pieces so far, by start. Later pieces are orphans."""
         expected = self._expected.pop(rid, None)

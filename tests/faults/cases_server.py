@@ -9,9 +9,9 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 
+from extractor.testing.faults import LATE_S, FaultPlan
 from extractor.testing.faults import Fault as ServerFault
-from extractor.testing.faults import FaultPlan
-from faults.arena import NUM_PROMPTS, Arena, as_if_large
+from faults.arena import AS_IF_LARGE, NUM_PROMPTS, Arena, as_if_large
 from faults.cases import SEED, Case, must_end, resume
 from faults.steps import Fault
 
@@ -21,6 +21,7 @@ HURRY = as_if_large(
     health={"gone_after_s": 0.4, "useless_after_s": 0.4, "trial_after_s": 0.1},
     store={"group_samples": NUM_PROMPTS},
 )
+WAITS_FOR_LATE = as_if_large(collect={"late_dumps_s": 2 * LATE_S})
 SHORT_TIMEOUTS = ("--request-timeout", 0.4, "--dump-timeout", 0.4)
 #: What a server may do to a request without the row being lost.
 PASSING = (
@@ -53,7 +54,8 @@ def ordinal_of(rid: str) -> int | None:
 def half_fail(name: str, seed: int, arena: Arena, undisturbed: dict[int, str]) -> None:
     """Half of all requests go wrong; the run ends with every row stored."""
     arena.start_server(faults=some(ServerFault(name), 0.5, seed))
-    ended = arena.run(*SHORT_TIMEOUTS, "--max-attempts", 40)
+    timings = WAITS_FOR_LATE if name == "late" else AS_IF_LARGE
+    ended = arena.run(*SHORT_TIMEOUTS, "--max-attempts", 40, timings=timings)
     assert ended.code == 0, ended
     arena.assert_whole(undisturbed)
 

@@ -221,6 +221,19 @@ async def test_late_and_unexpected_dumps_of_this_run_are_removed(
     assert dumps_under(server.directory) == []
 
 
+async def test_an_abandoned_request_is_waited_for_until_its_last_row(
+    server: FakeServer, collector: Collector
+) -> None:
+    collector.abandoned.add(RID)
+    collected = collector.expect(RID, num_tokens=10)
+    collector.drop(RID, collected)
+    server.dump(RID, ids(10))
+    collector.poll(most=2)
+    assert collector.abandoned == {RID}
+    collector.poll(most=1)
+    assert not collector.abandoned
+
+
 async def test_a_whole_dump_that_nobody_takes_is_removed_when_it_is_dropped(
     server: FakeServer, collector: Collector
 ) -> None:

@@ -185,3 +185,29 @@ async def test_no_schedule_of_holding_and_cancelling_leaks_or_exceeds(seed: int)
     await budget.take(20)  # all of it is there again
     assert (budget.used, budget.num_holders) == (20, 1)
     assert budget.peak <= 20
+
+
+async def test_a_prompt_that_lent_its_bytes_gets_them_before_a_new_one_that_waits_for_its_end() -> (
+    None
+):
+    budget = Budget(10, max_holders=1)
+    await budget.take(10)
+    is_back, may_return = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        async with budget.lent(10):
+            await may_return.wait()
+        is_back.set()
+
+    holder = asyncio.create_task(hold())
+    await asyncio.sleep(0)
+    new = asyncio.create_task(budget.take(10))
+    await asyncio.sleep(0)
+    assert not new.done()  # there is one holder already
+    may_return.set()
+    async with asyncio.timeout(10):
+        await is_back.wait()
+        await holder
+        budget.give_back(10)
+        await new
+    assert (budget.used, budget.num_holders) == (10, 1)
