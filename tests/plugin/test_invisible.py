@@ -112,6 +112,8 @@ def test_a_prefix_cache_hit_shows_as_a_late_start(patched: Serving) -> None:
 
 
 def test_a_dump_that_cannot_be_written_becomes_an_error_record(patched: Serving) -> None:
+    patched.generate("xtr-before", list(range(3, 20)))
+    wait_for(lambda: [d for _, d in patched.dumps() if d.header.rid == "xtr-before"])
     latest = max(dump.header.counter for _, dump in patched.dumps())
     obstacle = patched.directory / dump_name(latest + 1)
     obstacle.mkdir()
