@@ -64,14 +64,8 @@ class Renderer:
 
         `bound`: texts far longer than it are not tokenised whole. A prompt may still exceed it.
         """
-        #: Always with a time, so that all processes use the same.
-        self.options = options
-        if options.template.now is None:
-            frozen = replace(options.template, now=current_moment())
-            self.options = replace(options, template=frozen)
+        self.options = with_moment(options)
         self.bound = bound
-        #: What another process can load the same tokenizer from; None where it was handed over.
-        self.source: str | None = None
         self.tokenizer: ChatTokenizer | None = None
         self._finder: SpanFinder | None = None
         if tokenizer is not None:
@@ -87,7 +81,6 @@ class Renderer:
     ) -> Renderer:
         """With the tokenizer of a local model folder or a hub name. Raises `TokenizerError`."""
         renderer = cls(options=options, bound=bound)
-        renderer.source = path_or_name
         renderer._use(ChatTokenizer.load(path_or_name, renderer.options.template))
         return renderer
 
@@ -235,6 +228,13 @@ class Renderer:
         if draft.spans is None:
             return ids, np.ones(ids.size, dtype=np.uint8)
         return ids, mark_spans(encoding, draft.spans)
+
+
+def with_moment(options: ReadingOptions) -> ReadingOptions:
+    """`options` with a time for the chat template: the current one, unless they have one."""
+    if options.template.now is not None:
+        return options
+    return replace(options, template=replace(options.template, now=current_moment()))
 
 
 def _bad_row(row: RawRow, label: str | None, error: RowError) -> BadRow:

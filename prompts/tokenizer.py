@@ -84,6 +84,7 @@ class ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
             raise TokenizerError(f"{path_or_name}: no such folder: name the model's folder")
+        _require_regular_files(path_or_name)
         try:
             from transformers import AutoTokenizer
         except ImportError as exc:
@@ -390,6 +391,17 @@ def _template_of(hf_tokenizer: Any) -> str | None:
         return None
 
 
+def _require_regular_files(folder: str) -> None:
+    """Raises `TokenizerError` for a pipe or a device in a model's folder."""
+    if not os.path.isdir(folder):
+        return  # a hub name
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_file() or entry.is_dir() or entry.is_symlink():
+                continue
+            raise TokenizerError(f"{entry.path}: not a regular file: remove it. {_WITHOUT}")
+
+
 def _load_remedy(exc: Exception) -> str:
     if isinstance(exc, ImportError):
         return "its tokenizer needs a package that is missing: install it"
@@ -403,5 +415,7 @@ def _load_remedy(exc: Exception) -> str:
 
 
 def _complaint(exc: Exception) -> str:
+    if isinstance(exc, MemoryError):
+        return "it needs more memory than a worker process may take"
     line = str(exc).strip().partition("\n")[0]
     return f"{type(exc).__name__}: {line}"[:MAX_COMPLAINT]
