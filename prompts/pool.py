@@ -185,19 +185,16 @@ class RendererPool:
         process.send(load_message(self._source, self.options, self._plain.bound, self._limits))
 
     def _fill(self, queue: _Queue, batches: Iterator[_Batch], num_workers: int) -> None:
-        """Send batches, the oldest first, to the processes with the least to do."""
+        """Read batches, and send them, the oldest first, to the processes with the least to do."""
         while len(self._workers) < num_workers:
             self._start()
-        while workers := [
-            worker
-            for worker in self._workers
-            if worker.is_loaded and len(worker.in_work) < BATCHES_AHEAD
-        ]:
-            if not queue.unsent and len(queue.ahead) < BATCHES_AHEAD * num_workers:
-                queue.add(next(batches, None))
-            if not queue.unsent:
+        while len(queue.ahead) < BATCHES_AHEAD * num_workers and (batch := next(batches, None)):
+            queue.add(batch)
+        while queue.unsent:
+            loaded = [worker for worker in self._workers if worker.is_loaded]
+            worker = min(loaded, key=lambda one: len(one.in_work), default=None)
+            if worker is None or len(worker.in_work) >= BATCHES_AHEAD:
                 return
-            worker = min(workers, key=lambda one: len(one.in_work))
             batch = queue.unsent.popleft()
             worker.in_work.append(batch)
             worker.process.send(rows_message(batch.rows))
@@ -263,11 +260,10 @@ class _Queue:
         #: Those of them to be sent, or to be sent again.
         self.unsent: deque[_Batch] = deque()
 
-    def add(self, batch: _Batch | None) -> None:
-        """Another batch, if there is one."""
-        if batch is not None:
-            self.ahead.append(batch)
-            self.unsent.append(batch)
+    def add(self, batch: _Batch) -> None:
+        """The next batch."""
+        self.ahead.append(batch)
+        self.unsent.append(batch)
 
     def retry(self, batches: Iterable[_Batch], cause: str) -> None:
         """Send the batches of a dead process again; of the first, the cause, each row by itself.
