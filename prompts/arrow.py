@@ -86,7 +86,10 @@ def parquet_rows(place: Place, name: str, skip: Callable[[int], bool]) -> Iterat
 
 
 def _size_of(place: Place) -> int:
-    return os.path.getsize(place) if isinstance(place, str) else place.seek(0, os.SEEK_END)
+    if isinstance(place, str):
+        return os.path.getsize(place)
+    size_bytes: int = place.seek(0, os.SEEK_END)
+    return size_bytes
 
 
 def _rows_at_a_time(group: Any) -> int:
@@ -96,7 +99,8 @@ def _rows_at_a_time(group: Any) -> int:
     every row.
     """
     # Not by column: asking for one that is damaged ends the process.
-    return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, group.total_byte_size)))
+    group_bytes: int = group.total_byte_size
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, group_bytes)))
 
 
 def parquet_num_rows(place: Place, name: str) -> int:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from multiprocessing.connection import wait
 from threading import Lock
 from typing import Final
@@ -21,8 +22,8 @@ import numpy.typing as npt
 from prompts.dialects import decode_row, label_of
 from prompts.inputs import RawRow
 from prompts.reading_options import DEFAULTS, ReadingOptions
-from prompts.render import NO_BOUND, Renderer, with_moment
-from prompts.token_bound import TokenBound
+from prompts.render import Renderer, with_moment
+from prompts.token_bound import NO_BOUND, TokenBound
 from prompts.types import BadRow, Prompt, RowError, RowReason, TokenizerError
 from prompts.worker_messages import (
     DEFAULT_LIMITS,
@@ -285,6 +286,15 @@ class _Queue:
         ahead[place : place + 1] = parts
         self.ahead = deque(ahead)
         return parts
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of the installed packages that affect tokenization and templates."""
+    versions = {}
+    for name in ("transformers", "tokenizers", "jinja2"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def check_template(template: str, limits: CodeLimits = DEFAULT_LIMITS) -> None:

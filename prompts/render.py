@@ -18,12 +18,11 @@ from prompts.dialects import Ids, RenderedText, check_parts, decode_row, label_o
 from prompts.inputs import RawRow
 from prompts.reading_options import DEFAULTS, ReadingOptions
 from prompts.thinking import THINK_END
-from prompts.token_bound import BYTES_PER_TOKEN, TokenBound
+from prompts.token_bound import BYTES_PER_TOKEN, NO_BOUND, TokenBound
 from prompts.token_offsets import Encoding, Span, has_split_start, mark_spans
 from prompts.tokenizer import ChatTokenizer
 from prompts.types import Alteration, BadRow, Prompt, RowError, RowReason
 
-NO_BOUND: Final = TokenBound()
 #: What a digest says where there is nothing to digest.
 NO_DIGEST: Final = "none"
 

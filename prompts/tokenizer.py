@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from importlib import metadata
 from itertools import pairwise
 from typing import Any, Final
 
@@ -353,15 +351,6 @@ class ChatTokenizer:
             return self.render(turns, form=form)
         except RowError:
             return ""
-
-
-def library_versions() -> dict[str, str]:
-    """The versions of the installed packages that affect tokenization and templates."""
-    versions = {}
-    for name in ("transformers", "tokenizers", "jinja2"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
 
 
 def check_template(template: str) -> None:

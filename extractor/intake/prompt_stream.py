@@ -17,9 +17,8 @@ from extractor.core.timings import DEFAULT_TIMINGS, DispatchTimings
 from prompts.inputs import InputFile
 from prompts.pool import RendererPool
 from prompts.reading_options import ReadingOptions
-from prompts.render import NO_BOUND
 from prompts.stream import raw_rows
-from prompts.token_bound import TokenBound
+from prompts.token_bound import NO_BOUND, TokenBound
 from prompts.types import BadRow, Prompt
 from prompts.worker_messages import DEFAULT_LIMITS, CodeLimits
 

@@ -20,8 +20,7 @@ from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 from prompts.ambient import parse_moment
 from prompts.inputs import InputFile
-from prompts.pool import RendererPool
-from prompts.tokenizer import library_versions
+from prompts.pool import RendererPool, library_versions
 from prompts.types import Alteration, BadRow, Prompt
 
 RUN_ID = "run_id"
