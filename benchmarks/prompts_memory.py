@@ -23,11 +23,11 @@ from extractor.core.admission import Admission, Refusal
 from extractor.core.request import Limits
 from extractor.core.row_policy import DEFAULT_POLICY
 from extractor.dispatch.row_recorder import planned_row
-from extractor.intake.prompt_stream import in_thread, prompts_of
+from extractor.intake.prompt_stream import in_thread, pool_for, prompts_of
 from manifest.records import Source
 from manifest.writer_thread import StoreOwner
 from prompts.inputs import scan_inputs
-from prompts.render import Renderer
+from prompts.reading_options import DEFAULTS
 
 LIMITS = Limits(max_prompt_tokens=4096, vocab_size=2**31, chunk_tokens=4096)
 PLANNED_PER_COMMIT = 1000
@@ -57,12 +57,10 @@ async def plan(path: Path, tokenizer: str, *, workers: int, rows: int) -> list[t
     owner = await StoreOwner.open(path.with_name("manifest.sqlite"))
     source = Source(number=0, path="p", size_bytes=0, digest="d", num_rows=rows)
     await owner.call(lambda store: store.begin({}, [source]))
-    renderer = Renderer.load(tokenizer)
     measured = []
     started = time.monotonic()
-    with prompts_of(
-        files, renderer, num_workers=workers, skip=lambda n: bool(settled[n])
-    ) as prompts:
+    with pool_for(tokenizer, DEFAULTS) as pool:
+        prompts = prompts_of(files, pool, num_workers=workers, skip=lambda n: bool(settled[n]))
         count = 0
         async for row in in_thread(prompts):
             judged = admission.judge(row)

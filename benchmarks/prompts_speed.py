@@ -114,7 +114,7 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        RendererPool(Renderer.load(arguments.tokenizer), num_workers=arguments.workers) as pool,
+        RendererPool(arguments.tokenizer) as pool,
         ProcessPoolExecutor(
             arguments.workers,
             mp_context=multiprocessing.get_context("spawn"),
@@ -129,7 +129,7 @@ def main() -> None:
         def ours() -> int:
             rows = raw_rows(scan_inputs([path]), DEFAULTS)
             tokens = 0
-            for prompt in pool.prompts_from(rows):
+            for prompt in pool.prompts_from(rows, num_workers=arguments.workers):
                 assert isinstance(prompt, Prompt), prompt
                 tokens += prompt.num_tokens
             return tokens

@@ -68,6 +68,11 @@ class BlockFile(io.RawIOBase):
         self._position = offset
         return offset
 
+    def read(self, size: int = -1) -> bytes:
+        """As any file's, without room for more than there is: a size may be a damaged file's."""
+        left = max(0, os.fstat(self._descriptor).st_size - self._position)
+        return super().read(left if size < 0 else min(size, left)) or b""
+
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Fill the buffer, less only at the end of the file. Raises `InputError` if it changed."""
         view = memoryview(buffer).cast("B")

@@ -12,8 +12,6 @@ time, and a row of more than `MAX_ROW_BYTES` is skipped.
 from __future__ import annotations
 
 import io
-import os
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +31,7 @@ from prompts.compression import (
     explained,
 )
 from prompts.json_array import ArrayFault, array_elements
+from prompts.regular_file import NotRegular, open_regular
 from prompts.types import InputError
 
 UTF8_BOM: Final = b"\xef\xbb\xbf"
@@ -219,24 +218,17 @@ def _elements(
 
 def _open(path: str) -> BinaryIO:
     try:
-        stream = open(path, "rb", opener=_open_without_waiting)
+        return open_regular(path)
     except IsADirectoryError as exc:
         raise InputError(f"{path}: is a directory: name the files in it") from exc
     except FileNotFoundError as exc:
         raise InputError(f"{path}: no such file: check the path") from exc
+    except NotRegular as exc:
+        raise InputError(
+            f"{path}: not a regular file, and it is read twice: save it to a file first, "
+            "or pipe it in and name it -"
+        ) from exc
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
         raise InputError(
             f"{path}: cannot be opened ({exc}): check the path and its rights"
         ) from exc
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
-        raise InputError(
-            f"{path}: not a regular file, and it is read twice: save it to a file first, "
-            "or pipe it in and name it -"
-        )
-    return stream
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    # Opening a pipe that nobody writes to would wait for ever; a regular file ignores the flag.
-    return os.open(path, flags | os.O_NONBLOCK)

@@ -7,17 +7,24 @@ import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import orjson
 
 from prompts.compression import CHUNK_BYTES
+from prompts.regular_file import read_regular
 from prompts.types import InputError
+from server_patch.directory import component
+from server_patch.fields import Document, FieldError, array, object_of, text
 
 STDIN: Final = "-"
 #: Hugging Face's `save_to_disk` writes these beside the Arrow files.
 DATASET_STATE: Final = "state.json"
 DATASET_SPLITS: Final = "dataset_dict.json"
+#: Of those two; each of a data set's files takes some 50.
+MAX_STATE_BYTES: Final = 16 << 20
+#: Of a name in a message.
+MAX_NAME_CHARS: Final = 80
 
 
 def find_files(words: Iterable[str | Path]) -> list[str]:
@@ -92,29 +99,54 @@ def spooled_in_part(path: Path) -> Path:
 
 
 def _dataset_files(directory: str) -> list[str]:
-    splits = _read_json(os.path.join(directory, DATASET_SPLITS))
-    if splits is not None:
-        names = splits.get("splits", []) if isinstance(splits, dict) else []
-        found = " or ".join(os.path.join(directory, str(name)) for name in names[:8])
-        raise InputError(f"{directory}: a data set of several splits: name {found}")
-    state = _read_json(os.path.join(directory, DATASET_STATE))
-    if not isinstance(state, dict) or not isinstance(state.get("_data_files"), list):
-        raise InputError(
-            f"{directory}: is a directory: name the files in it, such as '{directory}/*.jsonl'"
-        )
-    if state.get("_indices_files"):
-        raise InputError(
-            f"{directory}: its rows are chosen by an index beside the data: "
-            "save it again after flatten_indices()"
-        )
-    return [os.path.join(directory, str(file["filename"])) for file in state["_data_files"]]
-
-
-def _read_json(path: str) -> Any:
     try:
-        with open(path, "rb") as file:
-            return orjson.loads(file.read())
+        splits = _read_document(os.path.join(directory, DATASET_SPLITS))
+        if splits is not None:
+            names = [str(name)[:MAX_NAME_CHARS] for name in array(splits, "splits")[:8]]
+            found = " or ".join(os.path.join(directory, name) for name in names)
+            raise InputError(f"{directory}: a data set of several splits: name {found}")
+        state = _read_document(os.path.join(directory, DATASET_STATE))
+        if state is None or "_data_files" not in state:
+            raise InputError(
+                f"{directory}: is a directory: name the files in it, such as '{directory}/*.jsonl'"
+            )
+        if state.get("_indices_files"):
+            raise InputError(
+                f"{directory}: its rows are chosen by an index beside the data: "
+                "save it again after flatten_indices()"
+            )
+        count = len(array(state, "_data_files"))
+        names = [text(state, f"_data_files.{number}.filename") for number in range(count)]
+        return [_path_in(directory, name) for name in names]
+    except FieldError as exc:
+        raise InputError(
+            f"{directory}: not a data set as save_to_disk writes it ({exc}): save it again, or "
+            "name the files in it"
+        ) from exc
+
+
+def _path_in(directory: str, name: str) -> str:
+    """A file's path. Raises `InputError` where it leads out of the directory."""
+    path = os.path.join(directory, name)
+    try:
+        is_inside = os.path.dirname(os.path.realpath(path)) == os.path.realpath(directory)
+        component(name)
+    except (OSError, ValueError):  # ValueError: a surrogate that no file name has
+        is_inside = False
+    if not is_inside:
+        raise InputError(
+            f"{directory}: its {DATASET_STATE} names {name[:MAX_NAME_CHARS]!r}, which is not a "
+            "file in it: save the data set again, or name the files"
+        )
+    return path
+
+
+def _read_document(path: str) -> Document | None:
+    """The JSON object in a file; None where there is no such file. Raises FieldError."""
+    try:
+        data = read_regular(path, max_bytes=MAX_STATE_BYTES)
     except FileNotFoundError:
         return None
-    except (OSError, orjson.JSONDecodeError) as exc:
+    except OSError as exc:
         raise InputError(f"{path}: cannot be read ({exc})") from exc
+    return object_of(data, what=os.path.basename(path), loads=orjson.loads)

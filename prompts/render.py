@@ -18,12 +18,11 @@ from prompts.dialects import Ids, RenderedText, check_parts, decode_row, label_o
 from prompts.inputs import RawRow
 from prompts.reading_options import DEFAULTS, ReadingOptions
 from prompts.thinking import THINK_END
-from prompts.token_bound import BYTES_PER_TOKEN, TokenBound
+from prompts.token_bound import BYTES_PER_TOKEN, NO_BOUND, TokenBound
 from prompts.token_offsets import Encoding, Span, has_split_start, mark_spans
 from prompts.tokenizer import ChatTokenizer
 from prompts.types import Alteration, BadRow, Prompt, RowError, RowReason
 
-NO_BOUND: Final = TokenBound()
 #: What a digest says where there is nothing to digest.
 NO_DIGEST: Final = "none"
 
@@ -64,14 +63,8 @@ class Renderer:
 
         `bound`: texts far longer than it are not tokenised whole. A prompt may still exceed it.
         """
-        #: Always with a time, so that all processes use the same.
-        self.options = options
-        if options.template.now is None:
-            frozen = replace(options.template, now=current_moment())
-            self.options = replace(options, template=frozen)
+        self.options = with_moment(options)
         self.bound = bound
-        #: What another process can load the same tokenizer from; None where it was handed over.
-        self.source: str | None = None
         self.tokenizer: ChatTokenizer | None = None
         self._finder: SpanFinder | None = None
         if tokenizer is not None:
@@ -87,7 +80,6 @@ class Renderer:
     ) -> Renderer:
         """With the tokenizer of a local model folder or a hub name. Raises `TokenizerError`."""
         renderer = cls(options=options, bound=bound)
-        renderer.source = path_or_name
         renderer._use(ChatTokenizer.load(path_or_name, renderer.options.template))
         return renderer
 
@@ -235,6 +227,13 @@ class Renderer:
         if draft.spans is None:
             return ids, np.ones(ids.size, dtype=np.uint8)
         return ids, mark_spans(encoding, draft.spans)
+
+
+def with_moment(options: ReadingOptions) -> ReadingOptions:
+    """`options` with a time for the chat template: the current one, unless they have one."""
+    if options.template.now is not None:
+        return options
+    return replace(options, template=replace(options.template, now=current_moment()))
 
 
 def _bad_row(row: RawRow, label: str | None, error: RowError) -> BadRow:

@@ -60,6 +60,10 @@ class TokenBound:
         return num_chars <= most and sum(len(text.encode()) for text in texts) <= most
 
 
+#: If nothing sets a bound.
+NO_BOUND: Final = TokenBound()
+
+
 def oversized() -> RowError:
     """The error of a row that is `OVERSIZED`."""
     detail = f"the row has more than {MAX_ROW_BYTES >> 20} MiB: remove columns that are not read"

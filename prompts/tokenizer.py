@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from importlib import metadata
 from itertools import pairwise
 from typing import Any, Final
 
@@ -84,6 +82,7 @@ class ChatTokenizer:
         """Loads a local model folder or a hub name. Raises `TokenizerError`, saying what to do."""
         if path_or_name.startswith((os.sep, ".", "~")) and not os.path.isdir(path_or_name):
             raise TokenizerError(f"{path_or_name}: no such folder: name the model's folder")
+        _require_regular_files(path_or_name)
         try:
             from transformers import AutoTokenizer
         except ImportError as exc:
@@ -354,15 +353,6 @@ class ChatTokenizer:
             return ""
 
 
-def library_versions() -> dict[str, str]:
-    """The versions of the installed packages that affect tokenization and templates."""
-    versions = {}
-    for name in ("transformers", "tokenizers", "jinja2"):
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return versions
-
-
 def check_template(template: str) -> None:
     """Raises `TokenizerError` where the chat template's text is no template."""
     try:
@@ -390,6 +380,17 @@ def _template_of(hf_tokenizer: Any) -> str | None:
         return None
 
 
+def _require_regular_files(folder: str) -> None:
+    """Raises `TokenizerError` for a pipe or a device in a model's folder."""
+    if not os.path.isdir(folder):
+        return  # a hub name
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_file() or entry.is_dir() or entry.is_symlink():
+                continue
+            raise TokenizerError(f"{entry.path}: not a regular file: remove it. {_WITHOUT}")
+
+
 def _load_remedy(exc: Exception) -> str:
     if isinstance(exc, ImportError):
         return "its tokenizer needs a package that is missing: install it"
@@ -403,5 +404,7 @@ def _load_remedy(exc: Exception) -> str:
 
 
 def _complaint(exc: Exception) -> str:
+    if isinstance(exc, MemoryError):
+        return "it needs more memory than a worker process may take"
     line = str(exc).strip().partition("\n")[0]
     return f"{type(exc).__name__}: {line}"[:MAX_COMPLAINT]

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import orjson
 import pytest
+
+from prompts.formats import skip_none
+from prompts.inputs import InputFile
+from prompts.render import Renderer
+from prompts.stream import raw_rows
+from prompts.types import BadRow, Prompt
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -48,3 +55,11 @@ def as_arrow_file(rows: list[dict[str, Any]]) -> bytes:
 
 
 FORMS = [as_jsonl, as_array, as_pretty_array, as_parquet, as_arrow_stream, as_arrow_file]
+
+
+def read_prompts(
+    files: Iterable[InputFile], renderer: Renderer, *, skip: Callable[[int], bool] = skip_none
+) -> Iterator[Prompt | BadRow]:
+    """All rows but the skipped ones, rendered in this process."""
+    for row in raw_rows(files, renderer.options, skip=skip):
+        yield renderer.prompt_from(row)

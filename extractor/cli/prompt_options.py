@@ -16,9 +16,13 @@ import orjson
 from extractor.cli.option_types import TEXT, GivenPath, OneOf, Parsed, given_text
 from extractor.cli.options import Function
 from prompts.ambient import parse_moment
+from prompts.pool import check_template
 from prompts.reading_options import Leading, Thinking, Tools, Train
-from prompts.tokenizer import check_template
+from prompts.regular_file import read_regular
 from prompts.types import TokenizerError
+
+#: The largest chat templates of models have some 20,000.
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def _names(value: str) -> tuple[str, ...]:
@@ -46,7 +50,7 @@ class TemplateFile(GivenPath):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         path: Path = super().convert(value, param, ctx)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_regular(path, max_bytes=MAX_TEMPLATE_BYTES).decode()
             check_template(text)
         except (OSError, UnicodeDecodeError) as error:
             self.fail(f"{path}: cannot be read ({error})", param, ctx)

@@ -16,7 +16,7 @@ from extractor.cli.prompt_options import reading_options
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.option import MAX_COUNT
 from extractor.core.run_options import Input
-from extractor.intake.prompt_stream import renderer_for
+from extractor.intake.prompt_stream import pool_for
 from extractor.pipeline.show import server_tokenizer, show_row
 from prompts.reading_options import ReadingOptions
 from prompts.types import BadRow
@@ -65,7 +65,8 @@ def show_command(
     require_url(server_url)
     if tokenizer is None:
         tokenizer = run_async(server_tokenizer(server_url))
-    shown = show_row(paths, renderer_for(tokenizer, reading), number)
+    with pool_for(tokenizer, reading) as pool:
+        shown = show_row(paths, pool, number)
     if as_json:
         print_json(shown.to_document())
     else:

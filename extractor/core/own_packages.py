@@ -5,8 +5,8 @@ Our modules import each other by absolute names, so the names must be ours while
 - A command owns its process, and those that it starts: `put_first` makes the names ours for good.
   (Only where they are not, as it puts a whole site-packages folder first.)
 - A library does not: within `importing_own` the names are ours, and afterwards the user's again.
-  Our modules work on, as they import nothing of ours inside functions. Pickling needs the names: a
-  run that a program starts and that tokenises in worker processes fails, the command does not.
+  Our modules work on, as they import nothing of ours inside functions, and pickle nothing of ours:
+  worker processes find their modules by place (`prompts.worker_process`).
 """
 
 from __future__ import annotations

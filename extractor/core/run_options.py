@@ -59,9 +59,9 @@ class Input:
         int | None,
         Option(
             "--tokenizer-workers",
-            "Processes that tokenise; 0 for none.  [default: a quarter of the cores, 1 to 8, for "
-            "5,000 rows and more]",
-            least=0,
+            "Processes that render and tokenise.  [default: a quarter of the cores, 1 to 8, for "
+            "5,000 rows and more; else 1]",
+            least=1,
             most=MAX_TOKENIZER_WORKERS,
         ),
     ] = None

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from prompts.worker_messages import DEFAULT_LIMITS, CodeLimits
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClientTimings:
@@ -130,6 +132,7 @@ class StatusTimings:
 class Timings:
     """All of them."""
 
+    code: CodeLimits = DEFAULT_LIMITS
     client: ClientTimings = ClientTimings()
     probe: ProbeTimings = ProbeTimings()
     stop: StopTimings = StopTimings()

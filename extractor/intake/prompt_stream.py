@@ -1,4 +1,4 @@
-"""Edge: prompts read on a thread of their own, tokenised there or in processes of their own."""
+"""Edge: prompts read on a thread of their own, rendered and tokenised in worker processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import islice
 
 from extractor.core.admission import token_bound
@@ -18,56 +17,61 @@ from extractor.core.timings import DEFAULT_TIMINGS, DispatchTimings
 from prompts.inputs import InputFile
 from prompts.pool import RendererPool
 from prompts.reading_options import ReadingOptions
-from prompts.render import NO_BOUND, Renderer
-from prompts.stream import raw_rows, read_prompts
-from prompts.token_bound import TokenBound
+from prompts.stream import raw_rows
+from prompts.token_bound import NO_BOUND, TokenBound
 from prompts.types import BadRow, Prompt
+from prompts.worker_messages import DEFAULT_LIMITS, CodeLimits
 
 logger = logging.getLogger(__name__)
 
-#: With fewer rows to do, processes cost more seconds to start than they save.
-LEAST_ROWS_FOR_WORKERS = 5000
+#: With fewer rows to do, more processes than one cost more seconds to start than they save.
+MIN_ROWS_TO_SHARE = 5000
 MAX_WORKERS = 8
 
 
 def num_workers_for(num_rows: int, wanted: int | None) -> int:
-    """Processes that tokenise; 0 for none. A quarter of the cores feeds any server we know."""
+    """Processes that tokenise. A quarter of the cores feeds any server we know."""
     if wanted is not None:
         return wanted
-    if num_rows < LEAST_ROWS_FOR_WORKERS:
-        return 0
+    if num_rows < MIN_ROWS_TO_SHARE:
+        return 1
     return min(MAX_WORKERS, max(1, (os.cpu_count() or 1) // 4))
 
 
-def renderer_for(tokenizer: str, reading: ReadingOptions, bound: TokenBound = NO_BOUND) -> Renderer:
-    """The tokenizer loaded; none for `none`. Raises TokenizerError."""
-    if tokenizer == NO_TOKENIZER:
-        return Renderer(options=reading, bound=bound)
-    return Renderer.load(tokenizer, reading, bound=bound)
+def pool_for(
+    tokenizer: str,
+    reading: ReadingOptions,
+    bound: TokenBound = NO_BOUND,
+    limits: CodeLimits = DEFAULT_LIMITS,
+) -> RendererPool:
+    """Renders with a tokenizer that is not loaded yet; for `none`, reads rows of ids only."""
+    source = None if tokenizer == NO_TOKENIZER else tokenizer
+    return RendererPool(source, reading, bound=bound, limits=limits)
 
 
-def renderer_of_run(options: Input, tokenizer: str, limits: Limits | None) -> Renderer:
-    """The renderer for the rows of a run. `limits`: None if no server is known."""
-    return renderer_for(tokenizer, options.reading, token_bound(options.policy, limits))
+def pool_of_run(
+    options: Input, tokenizer: str, limits: Limits | None, code_limits: CodeLimits
+) -> RendererPool:
+    """The same for the rows of a run. `limits`: None if no server is known."""
+    return pool_for(tokenizer, options.reading, token_bound(options.policy, limits), code_limits)
 
 
-@contextmanager
 def prompts_of(
     files: Sequence[InputFile],
-    renderer: Renderer,
+    pool: RendererPool,
     *,
-    num_workers: int,
+    num_workers: int = 1,
     skip: Callable[[int], bool] = lambda ordinal: False,
-) -> Iterator[Iterator[Prompt | BadRow]]:
+    most: int | None = None,
+) -> Iterator[Prompt | BadRow]:
     """The prompts of all rows but the skipped ones, in order.
 
-    Rows of ids need no tokenizer, so without one there are no processes either.
+    A skipped row is counted but neither parsed nor tokenised, so a resumed run pays little for what
+    is done. `most`: no further row is looked for after so many. Raises `InputError`,
+    `TokenizerError`.
     """
-    if not num_workers or renderer.source is None:
-        yield read_prompts(files, renderer, skip=skip)
-        return
-    with RendererPool(renderer, num_workers=num_workers) as pool:
-        yield pool.prompts_from(raw_rows(files, renderer.options, skip=skip))
+    rows = islice(raw_rows(files, pool.options, skip=skip), most)
+    return pool.prompts_from(rows, num_workers=num_workers)
 
 
 async def in_thread(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +16,8 @@ from extractor.dumps.adoption import Adoptable, find_adoptable, whole
 from extractor.dumps.collector import remove_dumps_of_the_dead
 from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import DumpPiece, Rank, disown
-from extractor.intake.prompt_stream import in_thread
+from extractor.intake.prompt_stream import in_thread, prompts_of
 from extractor.pipeline.open_data_set import OpenDataSet
-from prompts.stream import read_prompts
 from prompts.types import Prompt
 
 
@@ -55,14 +55,14 @@ class Adopter:
         remove_dumps_of_the_dead(self.dump_root, rid_prefix=rid_prefix(state.run_id), known=ranks)
 
     async def _adopt_all(self, admission: Admission, adoptable: Adoptable) -> None:
-        rows = read_prompts(
+        rows = prompts_of(
             self.data_set.files,
-            self.data_set.renderer,
+            self.data_set.pool,
             skip=lambda ordinal: ordinal not in adoptable,
+            most=len(adoptable),
         )
-        num_left = len(adoptable)
-        async with asyncio.TaskGroup() as work:
-            async for row in in_thread(rows):
+        async with aclosing(in_thread(rows)) as made, asyncio.TaskGroup() as work:
+            async for row in made:
                 judged = admission.judge(row)
                 if isinstance(judged, Prompt):
                     pieces = whole(adoptable[row.ordinal], judged.num_tokens)
@@ -73,8 +73,7 @@ class Adopter:
                             row,
                             settle=partial(self._adopt, judged, pieces),
                         )
-                num_left -= 1
-                if not num_left or self.tasks.stop.is_set():
+                if self.tasks.stop.is_set():
                     return
 
     async def _adopt(self, prompt: Prompt, pieces: Sequence[DumpPiece]) -> None:

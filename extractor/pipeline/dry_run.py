@@ -22,7 +22,7 @@ from extractor.dispatch.budget import max_prompts
 from extractor.dispatch.limiter import MAX_DEFAULT_LIMIT
 from extractor.dispatch.server import require_connections
 from extractor.intake.prompt_files import scan_prompts
-from extractor.intake.prompt_stream import in_thread, num_workers_for, prompts_of, renderer_of_run
+from extractor.intake.prompt_stream import in_thread, num_workers_for, pool_of_run, prompts_of
 from extractor.pipeline.forecast import DryRun, Forecast
 from extractor.pipeline.speed_probe import measured_speed
 from extractor.servers.client import Client, clients_of
@@ -69,7 +69,7 @@ async def dry_run(
         options, default_concurrency=PROBE_CONCURRENCY, timings=timings.client
     ) as clients:
         around = await _surroundings(options, clients, reporter)
-        forecast = await _forecast(options, around, reporter)
+        forecast = await _forecast(options, around, reporter, timings)
         speed = None
         if around.targets and forecast.sample.prompts:
             answering = {target.url for target in around.targets}
@@ -157,7 +157,9 @@ def _from_model(folder: Path, options: RunOptions) -> tuple[Limits | None, State
     return limits, layout
 
 
-async def _forecast(options: RunOptions, around: _Surroundings, reporter: Reporter) -> Forecast:
+async def _forecast(
+    options: RunOptions, around: _Surroundings, reporter: Reporter, timings: Timings
+) -> Forecast:
     room = None
     if around.layout is not None:
         room = Room(layout=around.layout, budget_bytes=_budget(options, around))
@@ -171,19 +173,19 @@ async def _forecast(options: RunOptions, around: _Surroundings, reporter: Report
         shard_bytes=options.output.shard_bytes,
         num_movers=options.load.num_movers,
     )
-    renderer = await asyncio.to_thread(
-        renderer_of_run, options.input, around.tokenizer, around.limits
-    )
-    with tempfile.TemporaryDirectory(prefix="dry-run-") as scratch:
+    with (
+        pool_of_run(options.input, around.tokenizer, around.limits, timings.code) as pool,
+        tempfile.TemporaryDirectory(prefix="dry-run-") as scratch,
+    ):
+        await asyncio.to_thread(pool.load)
         files = await asyncio.to_thread(
             scan_prompts, options.input.paths, options.input.reading, spool_directory=Path(scratch)
         )
         num_rows = sum(file.num_rows for file in files)
         reporter.report(f"{counted(num_rows, 'row')} in {counted(len(files), 'file')}; tokenising")
         workers = num_workers_for(num_rows, options.input.tokenizer_workers)
-        with prompts_of(files, renderer, num_workers=workers) as rows:
-            async for row in in_thread(rows):
-                forecast.add(row)
+        async for row in in_thread(prompts_of(files, pool, num_workers=workers)):
+            forecast.add(row)
     return forecast
 
 

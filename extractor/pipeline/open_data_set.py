@@ -11,7 +11,7 @@ from extractor.pipeline.resume import RunState
 from extractor.shards.recovery import Reconciled
 from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
-from prompts.render import Renderer
+from prompts.pool import RendererPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,4 +24,4 @@ class OpenDataSet:
     state: RunState
     left: Reconciled
     files: Sequence[InputFile]
-    renderer: Renderer
+    pool: RendererPool

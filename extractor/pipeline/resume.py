@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from extractor.core.counters import Counters
@@ -14,15 +13,14 @@ from extractor.core.errors import ConfigMismatch
 from extractor.core.identity import Identity
 from extractor.core.run_options import RunOptions
 from extractor.core.version import __version__
+from extractor.intake.prompt_stream import prompts_of
 from manifest.records import Source
 from manifest.row_changes import PROMPT_CHANGED
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 from prompts.ambient import parse_moment
 from prompts.inputs import InputFile
-from prompts.render import Renderer
-from prompts.stream import read_prompts
-from prompts.tokenizer import library_versions
+from prompts.pool import RendererPool, library_versions
 from prompts.types import Alteration, BadRow, Prompt
 
 RUN_ID = "run_id"
@@ -118,7 +116,7 @@ async def begin_or_continue(
     identity: Identity,
     files: Sequence[InputFile],
     state: RunState,
-    renderer: Renderer,
+    pool: RendererPool,
     *,
     has_work: bool,
 ) -> Identity:
@@ -154,14 +152,14 @@ async def begin_or_continue(
     identity.require_same(goes_on_with, out=out)
     if not has_work:
         return begun_with
-    await _require_same_prompts(owner, out, files, renderer)
+    await _require_same_prompts(owner, out, files, pool)
     if goes_on_with != begun_with:
         await owner.call(lambda store: store.amend("reading", dict(goes_on_with.reading)))
     return goes_on_with
 
 
 async def _require_same_prompts(
-    owner: StoreOwner, out: Path, files: Sequence[InputFile], renderer: Renderer
+    owner: StoreOwner, out: Path, files: Sequence[InputFile], pool: RendererPool
 ) -> None:
     """Raise ConfigMismatch if stored rows give other prompts when they are rendered again.
 
@@ -175,8 +173,9 @@ async def _require_same_prompts(
         return
 
     def read() -> list[Prompt | BadRow]:
-        skip_others = read_prompts(files, renderer, skip=lambda ordinal: ordinal not in stored)
-        return list(islice(skip_others, len(stored)))
+        return list(
+            prompts_of(files, pool, skip=lambda ordinal: ordinal not in stored, most=len(stored))
+        )
 
     for item in await asyncio.to_thread(read):
         before = stored[item.ordinal]
@@ -190,7 +189,7 @@ async def _require_same_prompts(
             f"{out}: {item.origin}: row {item.ordinal} gives another prompt than the "
             f"one that is stored: {before.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
             + _other_versions(libraries)
-            + (CLOCK_ADVICE if renderer.now else "")
+            + (CLOCK_ADVICE if pool.load().now else "")
         )
 
 

@@ -31,7 +31,7 @@ from extractor.dispatch.server import Server, require_connections
 from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
 from extractor.dumps.discovery import require_dump_directory
 from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
-from extractor.intake.prompt_stream import renderer_of_run
+from extractor.intake.prompt_stream import pool_of_run
 from extractor.pipeline.open_data_set import OpenDataSet
 from extractor.pipeline.resume import (
     NOW,
@@ -57,7 +57,7 @@ from extractor.system.lock import exclusive
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
-from prompts.render import Renderer
+from prompts.pool import RendererPool
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class _Extraction:
             options, default_concurrency=MAX_DEFAULT_LIMIT, timings=self.timings.client
         ) as clients:
             try:
-                servers, renderer = await self._preflight(clients)
+                servers = await self._preflight(clients)
             except (ServerError, BadAddress, BadDumpDir):
                 if not state.is_finished or options.retry_failed:
                     raise
@@ -183,44 +183,51 @@ class _Extraction:
                 begun_with = await begun_with_identity(owner)
                 (await Provenance.load(owner, self.out, begun_with, allow_change=False)).write()
                 return await self._summary()
-            targets = [server.target for server in servers if server.target is not None]
-            identity = await self._identity(state, targets[0], renderer)
-            provenance = await self._provenance(identity, targets)
-            if options.retry_failed:
-                # Only now: a command that is refused must leave the data set as it was.
-                reopened = await owner.call(Store.reopen_failed)
-                reporter.report(f"tried again: {counted(reopened, 'failed row')}")
-                counters.rows.failed_by_reason.clear()
-                state = await RunState.load(owner, self.files, counters)
-            if state.is_finished:
-                prefix = rid_prefix(state.run_id)
-                remove_dumps_of_the_dead(options.servers.dumps, rid_prefix=prefix)
-                for target in targets:
-                    Collector(target.ranks, rid_prefix=prefix).sweep()
-                await self._seal_all(left)
-                return await self._summary()
-            self._announce(identity, targets)
-            await self._probe(servers, provenance, run_id=state.run_id)
-            data_set = OpenDataSet(
-                identity=identity,
-                provenance=provenance,
-                owner=owner,
-                state=state,
-                left=left,
-                files=self.files,
-                renderer=renderer,
-            )
-            session = Session(
-                options=options,
-                data_set=data_set,
-                servers=servers,
-                reporter=reporter,
-                timings=self.timings,
-            )
-            await session.run()
-            return await self._summary(servers)
+            with self._pool(servers) as pool:
+                return await self._extract(servers, pool, state, left)
 
-    async def _preflight(self, clients: Sequence[Client]) -> tuple[list[Server], Renderer]:
+    async def _extract(
+        self, servers: Sequence[Server], pool: RendererPool, state: RunState, left: Reconciled
+    ) -> RunSummary:
+        owner, options, counters = self.owner, self.options, self.counters
+        targets = [server.target for server in servers if server.target is not None]
+        identity = await self._identity(state, targets[0], pool)
+        provenance = await self._provenance(identity, targets)
+        if options.retry_failed:
+            # Only now: a command that is refused must leave the data set as it was.
+            reopened = await owner.call(Store.reopen_failed)
+            self.reporter.report(f"tried again: {counted(reopened, 'failed row')}")
+            counters.rows.failed_by_reason.clear()
+            state = await RunState.load(owner, self.files, counters)
+        if state.is_finished:
+            prefix = rid_prefix(state.run_id)
+            remove_dumps_of_the_dead(options.servers.dumps, rid_prefix=prefix)
+            for target in targets:
+                Collector(target.ranks, rid_prefix=prefix).sweep()
+            await self._seal_all(left)
+            return await self._summary()
+        self._announce(identity, targets)
+        await self._probe(servers, provenance, run_id=state.run_id)
+        data_set = OpenDataSet(
+            identity=identity,
+            provenance=provenance,
+            owner=owner,
+            state=state,
+            left=left,
+            files=self.files,
+            pool=pool,
+        )
+        session = Session(
+            options=options,
+            data_set=data_set,
+            servers=servers,
+            reporter=self.reporter,
+            timings=self.timings,
+        )
+        await session.run()
+        return await self._summary(servers)
+
+    async def _preflight(self, clients: Sequence[Client]) -> list[Server]:
         """The servers, of which at least one is compatible."""
         options = self.options
         before = {now.url: now.num_prompts for now in self.counters.now.servers}
@@ -228,30 +235,37 @@ class _Extraction:
         compatible = [target for target in targets if target is not None]
         for target in compatible:
             require_dump_directory(target.ranks)
-        servers = [
+        return [
             Server(client=client, target=target, num_before=before.get(client.url, 0))
             for client, target in zip(clients, targets, strict=True)
         ]
-        tokenizer = options.input.tokenizer or compatible[0].facts.tokenizer_path
-        limits = Limits.strictest([target.limits for target in compatible])
-        renderer = await asyncio.to_thread(renderer_of_run, options.input, tokenizer, limits)
-        return servers, renderer
 
-    async def _identity(self, state: RunState, target: Target, renderer: Renderer) -> Identity:
+    def _pool(self, servers: Sequence[Server]) -> RendererPool:
+        options = self.options.input
+        targets = [server.target for server in servers if server.target is not None]
+        return pool_of_run(
+            options,
+            options.tokenizer or targets[0].facts.tokenizer_path,
+            Limits.strictest([target.limits for target in targets]),
+            self.timings.code,
+        )
+
+    async def _identity(self, state: RunState, target: Target, pool: RendererPool) -> Identity:
         """The data set's identity, in the manifest from now on."""
         options = self.options
+        facts = await asyncio.to_thread(pool.load)
         identity = Identity(
             model=target.ready.model,
             boundaries=target.ready.capture.boundaries,
             last_kind=target.ready.capture.last_kind,
-            tokenizer_digest=renderer.tokenizer_digest,
-            template_digest=renderer.template_digest,
-            reading=options.input.document | ({NOW: renderer.now} if renderer.now else {}),
+            tokenizer_digest=facts.tokenizer_digest,
+            template_digest=facts.template_digest,
+            reading=options.input.document | ({NOW: facts.now} if facts.now else {}),
             inputs=tuple(file.digest for file in self.files),
         )
         has_work = not state.is_finished or options.retry_failed
         return await begin_or_continue(
-            self.owner, self.out, identity, self.files, state, renderer, has_work=has_work
+            self.owner, self.out, identity, self.files, state, pool, has_work=has_work
         )
 
     async def _provenance(self, identity: Identity, targets: Sequence[Target]) -> Provenance:

@@ -173,22 +173,22 @@ class Session:
     async def _send_all(self, admission: Admission, work: asyncio.TaskGroup) -> None:
         state = self._data_set.state
         wanted = self._options.input.tokenizer_workers
-        with prompts_of(
+        rows = prompts_of(
             self._data_set.files,
-            self._data_set.renderer,
+            self._data_set.pool,
             num_workers=num_workers_for(self._counters.rows.left, wanted),
             skip=state.is_settled,
-        ) as rows:
-            async for row in in_thread(rows, self._timings.dispatch):
-                if self._stop.is_set():
-                    return
-                judged = admission.judge(row)
-                if isinstance(judged, Refusal):
-                    await self._tasks.recorder.reject(row, judged)
-                    continue
-                attempts_before = state.attempts.get(judged.ordinal, 0)
-                settle = partial(self._tasks.settle, judged, attempts_before=attempts_before)
-                await self._tasks.start(work, judged, row, settle=settle)
+        )
+        async for row in in_thread(rows, self._timings.dispatch):
+            if self._stop.is_set():
+                return
+            judged = admission.judge(row)
+            if isinstance(judged, Refusal):
+                await self._tasks.recorder.reject(row, judged)
+                continue
+            attempts_before = state.attempts.get(judged.ordinal, 0)
+            settle = partial(self._tasks.settle, judged, attempts_before=attempts_before)
+            await self._tasks.start(work, judged, row, settle=settle)
 
     # --- housekeeping ------------------------------------------------------------------------
 

@@ -6,9 +6,11 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from extractor.core.errors import UsageError
 from extractor.core.humanize import counted, table
@@ -16,7 +18,7 @@ from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.intake.prompt_files import STDIN_NAME, scan_prompts
 from extractor.servers.client import Client
 from prompts.paths import STDIN
-from prompts.render import Renderer
+from prompts.pool import RendererPool
 from prompts.stream import raw_rows
 from prompts.types import BadRow, Prompt
 
@@ -112,39 +114,42 @@ async def server_tokenizer(url: str) -> str:
         return (await client.facts()).tokenizer_path
 
 
-def show_row(words: Sequence[Path], renderer: Renderer, number: int) -> Shown:
+def show_row(words: Sequence[Path], pool: RendererPool, number: int) -> Shown:
     """Row `number` of the files, counted from 0 over all of them, as `extractor run` numbers them.
 
-    Raises UsageError where there are not so many rows, InputError.
+    Raises UsageError where there are not so many rows, InputError, TokenizerError.
     """
     with tempfile.TemporaryDirectory(prefix="show-") as scratch:
-        files = scan_prompts(words, renderer.options, spool_directory=Path(scratch))
+        files = scan_prompts(words, pool.options, spool_directory=Path(scratch))
         num_rows = sum(file.num_rows for file in files)
         if not 0 <= number < num_rows:
             rows_there = counted(num_rows, "row")
             raise UsageError(
                 f"--row {number}: of {rows_there}, from 0 on, the last is {num_rows - 1}"
             )
-        rows = raw_rows(files, renderer.options, skip=lambda ordinal: ordinal != number)
+        rows = raw_rows(files, pool.options, skip=lambda ordinal: ordinal != number)
         with closing(rows):
-            item = renderer.prompt_from(next(rows))
+            (item,) = pool.prompts_from(islice(rows, 1))
         if item.origin.source == str(Path(scratch) / STDIN_NAME):
             item = replace(item, origin=replace(item.origin, source=STDIN))
-    return Shown(item=item, num_rows=num_rows, runs=_runs(item, renderer))
+    return Shown(item=item, num_rows=num_rows, runs=_runs(item, pool))
 
 
-def _runs(item: Prompt | BadRow, renderer: Renderer) -> tuple[Run, ...]:
+def _runs(item: Prompt | BadRow, pool: RendererPool) -> tuple[Run, ...]:
     if isinstance(item, BadRow):
         return ()
-    runs = []
-    start = 0
-    pairs = zip(item.loss_mask.tolist(), item.input_ids.tolist(), strict=True)
-    for mark, group in groupby(pairs, key=lambda pair: pair[0]):
-        ids = tuple(token for _, token in group)
-        text = None if renderer.tokenizer is None else renderer.tokenizer.decode(ids)
-        runs.append(Run(start=start, ids=ids, is_trained=bool(mark), text=text))
-        start += len(ids)
-    return tuple(runs)
+    borders = [0, *(np.flatnonzero(np.diff(item.loss_mask)) + 1).tolist(), item.num_tokens]
+    spans = list(pairwise(borders))
+    texts = pool.decode([item.input_ids[start:end] for start, end in spans])
+    return tuple(
+        Run(
+            start=start,
+            ids=tuple(item.input_ids[start:end].tolist()),
+            is_trained=bool(item.loss_mask[start]),
+            text=text,
+        )
+        for (start, end), text in zip(spans, texts, strict=True)
+    )
 
 
 def _facts(lines: Sequence[tuple[str, str]]) -> str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from helpers import Notes, make_prompts, options_for, write_prompts
@@ -41,13 +42,16 @@ async def data_set(tmp_path: Path, dump_root: Path) -> Path:
     return out
 
 
-def run_in(theirs: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_in(
+    theirs: Path, *arguments: object, stdin: TextIO | None = None
+) -> subprocess.CompletedProcess[str]:
     """Python with the user's folder as the working directory and first on the path."""
     path = os.pathsep.join([str(theirs), ROOT])
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
         cwd=theirs,
+        stdin=stdin,
         capture_output=True,
         text=True,
     )
@@ -131,6 +135,44 @@ def test_the_commands_worker_processes_use_their_own_packages(
         done = run_in(
             theirs, "-m", "extractor", "run", prompts, "--out", tmp_path / "out", "--server", url,
             "--dump-dir", dump_root, "--tokenizer", tokenizer, "--tokenizer-workers", 1,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+LIBRARY = """
+import asyncio, sys
+from pathlib import Path
+import prompts.types
+import extractor
+from extractor import Input, Output, RunOptions, Servers
+
+url, dump_root, file, tokenizer, out = sys.argv[1:]
+options = RunOptions(
+    input=Input(paths=(Path(file),), tokenizer=tokenizer),
+    output=Output(directory=Path(out)),
+    servers=Servers(urls=(url,), dump_root=Path(dump_root)),
+)
+summary = asyncio.run(extractor.run(options))
+assert [*summary.totals.by_state.values()] == [3], summary.totals
+assert prompts.types.IS_THEIRS
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "standard-input"])
+def test_a_librarys_worker_processes_use_their_own_packages(
+    theirs: Path, tmp_path: Path, dump_root: Path, how: str
+) -> None:
+    """Nor do they run the program again that started them: it has no `if __name__ == ...`."""
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer_for(QWEN3).save_pretrained(tokenizer)
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 3)
+    program = tmp_path / "program.py"
+    program.write_text(LIBRARY)
+    with fake_server(theirs, dump_root) as url, program.open() as source:
+        done = run_in(
+            theirs, program if how == "script" else "-", url, dump_root, prompts, tokenizer,
+            tmp_path / "out", stdin=source,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

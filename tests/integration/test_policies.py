@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from extractor.core.timings import StoreTimings, Timings
 from extractor.testing.fake_server import FakeServer
 from manifest.states import Reason, State
 from prompts.inputs import RawRow
+from prompts.pool import RendererPool
 from prompts.reading_options import ReadingOptions, Thinking
-from prompts.render import Renderer
 from prompts.types import BadRow, Prompt
 
 
@@ -138,13 +139,19 @@ async def test_a_run_that_goes_on_tokenises_only_what_is_not_done(
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]
     path.write_text("".join(json.dumps({"id": n, "messages": turns}) + "\n" for n in range(8)))
     tokenised: list[int] = []
-    original = Renderer.prompt_from
+    original = RendererPool.prompts_from
 
-    def watch(renderer: Renderer, row: RawRow) -> Prompt | BadRow:
-        tokenised.append(row.ordinal)
-        return original(renderer, row)
+    def watched(rows: Iterable[RawRow]) -> Iterator[RawRow]:
+        for row in rows:
+            tokenised.append(row.ordinal)
+            yield row
 
-    monkeypatch.setattr(Renderer, "prompt_from", watch)
+    def prompts_from(
+        pool: RendererPool, rows: Iterable[RawRow], **options: int
+    ) -> Iterator[Prompt | BadRow]:
+        return original(pool, watched(rows), **options)
+
+    monkeypatch.setattr(RendererPool, "prompts_from", prompts_from)
     with path.open("a") as file:
         file.write("{}\n")
     async with FakeServer(dump_root).running() as server:

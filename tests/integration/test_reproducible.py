@@ -34,7 +34,6 @@ from prompts import render
 from prompts.ambient import parse_moment
 from prompts.reading_options import ReadingOptions, TemplateOptions
 from prompts.render import Renderer
-from prompts.tokenizer import ChatTokenizer
 
 NUM_ROWS = 40
 FIRST, LATER = "2026-01-31T23:59:59+01:00", "2026-02-01T08:00:00+09:00"
@@ -200,26 +199,42 @@ async def test_a_finished_data_set_of_an_older_version_is_left_as_it_is(
     assert audit(out).findings.all == []
 
 
-def change_rendering(monkeypatch: pytest.MonkeyPatch, sign: str) -> None:
+OTHER_VERSION = """
+def find_spec(name, path=None, target=None):
+    if name == "prompts.render":
+        sys.meta_path.remove(finder)
+        from prompts.tokenizer import ChatTokenizer
+        original = ChatTokenizer.render
+
+        def changed(*args, **kwargs):
+            text = original(*args, **kwargs)
+            return text.replace("It is", "It was") if {sign!r} in text else text
+
+        ChatTokenizer.render = changed
+
+import sys, types
+finder = types.SimpleNamespace(find_spec=find_spec)
+sys.meta_path.insert(0, finder)
+"""
+
+
+def change_rendering(monkeypatch: pytest.MonkeyPatch, folder: Path, sign: str) -> None:
     """Change every rendering that contains `sign`, as another version of a package might."""
-    original = ChatTokenizer.render
-
-    def changed(self: ChatTokenizer, *args: Any, **kwargs: Any) -> str:
-        text = original(self, *args, **kwargs)
-        return text.replace("It is", "It was") if sign in text else text
-
-    monkeypatch.setattr(ChatTokenizer, "render", changed)
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(OTHER_VERSION.format(sign=sign))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 async def test_stored_rows_that_now_give_other_prompts_stop_the_run_before_it_sends(
-    dump_root: Path, prompts: Path, out: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, dump_root: Path, prompts: Path, out: Path, notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     await begin(dump_root, prompts, out, notes, now=FIRST)
     before = rows_of(out)
     store = Store.create_or_open(out / MANIFEST_NAME)
     store.amend("libraries", {**store.identity()["libraries"], "transformers": "0.1"})
     store.close()
-    change_rendering(monkeypatch, "question 5<")
+    change_rendering(monkeypatch, tmp_path / "changed", "question 5<")
     async with FakeServer(dump_root).running() as server:
         with pytest.raises(ConfigMismatch) as caught:
             await run(wishes(server, prompts, out), notes)
@@ -231,8 +246,9 @@ async def test_stored_rows_that_now_give_other_prompts_stop_the_run_before_it_se
 
 
 async def test_a_planned_row_that_now_gives_another_prompt_stops_the_run(
-    dump_root: Path, prompts: Path, out: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path: Path, dump_root: Path, prompts: Path, out: Path, notes: Notes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """A planned row is compared when it is read again."""
 
     def reject(number: int, rid: str) -> Fault | None:
@@ -242,7 +258,7 @@ async def test_a_planned_row_that_now_gives_another_prompt_stops_the_run(
         await run(wishes(server, prompts, out, now=FIRST), notes)
     assert len(read_samples(out)) == NUM_ROWS - 1
     with monkeypatch.context() as patch:
-        change_rendering(patch, f"question {NUM_ROWS - 1}<")
+        change_rendering(patch, tmp_path / "changed", f"question {NUM_ROWS - 1}<")
         async with FakeServer(dump_root).running() as server:
             with pytest.raises(BaseException) as caught:
                 await run(wishes(server, prompts, out, retry_failed=True), notes)

@@ -122,6 +122,8 @@ def test_a_row_beyond_the_last_is_refused(prompts: Path) -> None:
         (("--template-kwargs", "{"), "is not JSON"),
         (("--template-kwargs", "[1]"), "a JSON object is needed"),
         (("--chat-template", "/none"), "/none: cannot be read"),
+        (("--chat-template", "/dev/zero"), "/dev/zero: cannot be read ([Errno 22] not a regular"),
+        (("--chat-template", "/"), "/: cannot be read"),
     ],
 )
 def test_an_option_that_cannot_be_read_says_how_to_write_it(

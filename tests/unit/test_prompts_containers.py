@@ -439,6 +439,57 @@ def test_other_directories_say_what_to_name(tmp_path: Path) -> None:
         find_files([tmp_path])
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.json", "[]", "state.json is an array, must be an object"),
+        ("state.json", "\0", "state.json is not JSON"),
+        ("state.json", "[" * 100_000, "state.json is not JSON"),
+        ("state.json", '{"_data_files": {}}', "_data_files is an object, must be an array"),
+        ("state.json", '{"_data_files": [1]}', "_data_files.0 is 1, must be an object"),
+        ("state.json", '{"_data_files": [{}]}', "_data_files.0.filename is missing"),
+        ("state.json", '{"_data_files": [{"filename": 3}]}', "is 3, must be a string"),
+        ("state.json", '{"_data_files": [{"filename": "../secret"}]}', "names '../secret'"),
+        ("state.json", '{"_data_files": [{"filename": "/etc/passwd"}]}', "names '/etc/passwd'"),
+        ("state.json", '{"_data_files": [{"filename": ".."}]}', r"names '\.\.'"),
+        ("state.json", '{"_data_files": [{"filename": "link"}]}', "names 'link'"),
+        ("state.json", '{"_data_files": [{"filename": "a\\u0000"}]}', "which is not a file in"),
+        ("dataset_dict.json", "3", "dataset_dict.json is 3, must be an object"),
+        ("dataset_dict.json", '{"splits": 3}', "splits is 3, must be an array"),
+        ("dataset_dict.json", "{}", "splits is missing"),
+    ],
+)
+def test_a_dataset_directory_that_somebody_made_up_is_refused(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / "secret").write_bytes(as_jsonl(ROWS))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "secret")
+    (folder / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        find_files([folder])
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json"])
+def test_a_dataset_directorys_own_files_are_regular_and_small(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match="not a regular file"):
+        find_files([tmp_path])
+    (tmp_path / name).unlink()
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, 1 << 40)
+    with pytest.raises(InputError, match="larger than"):
+        find_files([tmp_path])
+
+
+def test_a_link_within_a_dataset_directory_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(as_arrow_stream(ROWS))
+    (tmp_path / "data.arrow").symlink_to("blob")
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    assert scan_inputs(find_files([tmp_path]))[0].num_rows == len(ROWS)
+
+
 def test_standard_input_is_kept_so_that_a_later_run_goes_on_with_it(tmp_path: Path) -> None:
     path = tmp_path / "stdin"
     with pytest.raises(InputError, match="standard input is empty"):

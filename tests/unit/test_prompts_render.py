@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 import pytest
+from prompt_files import read_prompts
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from prompts.inputs import RawRow, scan_inputs
 from prompts.render import Renderer
-from prompts.stream import read_prompts
 from prompts.types import Alteration, BadRow, Prompt, RowOrigin, RowReason, TokenizerError
 
 TEMPLATE = (

@@ -17,6 +17,7 @@ from prompt_files import (
     as_jsonl,
     as_parquet,
     as_pretty_array,
+    read_prompts,
 )
 from templates import SMOLLM2, tokenizer_for
 
@@ -25,7 +26,6 @@ from prompts.inputs import RawRow, scan_inputs
 from prompts.reading_options import ReadingOptions, Thinking, Train, Training
 from prompts.render import Renderer
 from prompts.sniff import require_ignored
-from prompts.stream import read_prompts
 from prompts.training import is_trained, speaks_of_training
 from prompts.types import Alteration, BadRow, InputError, Prompt, RowOrigin
 
