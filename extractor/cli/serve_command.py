@@ -67,7 +67,7 @@ from extractor.servers.sglang_flags import PRESETS, ServeOptions
     "log_path",
     type=PATH,
     default=None,
-    help="Where the server's output goes.  [default: a temporary file]",
+    help="Where the server's output goes; only you can read it.  [default: a temporary file]",
 )
 @field_options(ServeOptions)
 @click.pass_context

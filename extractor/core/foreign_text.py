@@ -33,7 +33,8 @@ def without_secrets(text: str, *, secrets: Iterable[str] = ()) -> str:
     """The text without `secrets`, users and passwords in addresses, and authorization headers."""
     for secret in secrets:
         if len(secret) >= _MIN_SECRET_CHARS:
-            for spelling in {secret, json.dumps(secret)[1:-1], quote(secret), quote(secret, "")}:
+            escaped = (json.dumps(secret)[1:-1], repr(secret)[1:-1])
+            for spelling in {secret, *escaped, quote(secret), quote(secret, "")}:
                 text = text.replace(spelling, REMOVED)
     text = _USER_INFO.sub(f"{REMOVED}@", text)
     return _BEARER.sub(rf"\1\2{REMOVED}", text)

@@ -50,7 +50,7 @@ def _first_line(path: Path) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise storage_error(error) from error
-    with open(descriptor, "rb") as file:
+    try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise UsageError(f"--api-key-file {path} is not a regular file")
@@ -61,7 +61,9 @@ def _first_line(path: Path) -> str:
                 f"--api-key-file {path} has mode {stat.S_IMODE(facts.st_mode):o}: others can read "
                 f"or change it. Run: chmod 600 {path}"
             )
-        line, end, _ = file.read(MAX_KEY_BYTES + 1).partition(b"\n")
+        line, end, _ = os.read(descriptor, MAX_KEY_BYTES + 1).partition(b"\n")
+    finally:
+        os.close(descriptor)
     if not end and len(line) > MAX_KEY_BYTES:
         raise UsageError(f"--api-key-file {path}: its first line is longer than any key")
     return line.decode("latin-1").strip()

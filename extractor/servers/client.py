@@ -245,7 +245,7 @@ class Client:
         except FieldError as error:
             raise PluginError(
                 f"{self.url} answers, but not like SGLang 0.5.11 or newer: {self._told(str(error))}"
-            ) from error
+            ) from self._cause(error)
 
     async def is_answering(self) -> bool:
         """Whether the server answers HTTP requests; if not, `silence` holds the reason.
@@ -312,7 +312,7 @@ class Client:
                         f"{self.url}{path} answers {response.status}: not a SGLang server?"
                     )
         except (*TRANSPORT_ERRORS, ValueError) as error:
-            raise await self._unreached(error) from error
+            raise await self._unreached(error) from self._cause(error)
         if not is_whole:
             raise PluginError(
                 f"{self.url}{path} answers with more than {amount(MAX_INFO_BYTES)}: "
@@ -323,7 +323,7 @@ class Client:
         except FieldError as error:
             raise PluginError(
                 f"{self.url}{path}: {self._told(str(error))}. Not a SGLang server?"
-            ) from error
+            ) from self._cause(error)
 
     async def _send(
         self, method: str, path: str, *, data: bytes | None = None, timeout_s: float | None = None
@@ -375,6 +375,10 @@ class Client:
         secrets = () if self._key is None else (self._key.value,)
         return told(words, secrets=secrets, max_chars=max_chars)
 
+    def _cause(self, error: Exception) -> Exception | None:
+        """The error itself, unless its words hold our key: a traceback would show them."""
+        return None if self._key is not None and self._key.value in str(error) else error
+
     def _label(self, document: Document, path: str) -> str | None:
         """A text that is compared and stored. Raises FieldError."""
         label = optional(text, document, path, max_chars=MAX_LABEL_CHARS)
@@ -387,7 +391,7 @@ class Client:
         if (
             problem := await lasting_problem(self.url, error, tls_trial_s=self.timings.tls_trial_s)
         ) is not None:
-            return BadAddress(problem)
+            return BadAddress(self._told(problem, max_chars=MAX_LABEL_CHARS))
         if isinstance(error, aiohttp.ClientConnectorDNSError):
             what = f"the host name of {self.url} cannot be resolved ({detail_of(error)}): check it"
         else:

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import signal
+import stat
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -130,7 +131,12 @@ async def started(
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    """Open a log that others cannot read: SGLang logs its arguments, the API key among them."""
+    descriptor = os.open(path, flags, 0o600)
+    facts = os.fstat(descriptor)
+    if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 def die_with_parent() -> None:
