@@ -19,7 +19,7 @@ def require_url(url: str) -> None:
         is_good = is_good and parts.port != 0 and not (parts.query or parts.fragment)
     except ValueError:  # an invalid port, an unmatched bracket
         is_good = False
-    if "@" in url.partition("//")[2].partition("/")[0]:  # not quoted: it may hold a password
+    if "@" in url:  # not quoted: it may hold a password
         raise UsageError(
             "--server: no user or password in the address, which is stored; set EXTRACTOR_API_KEY "
             "or name an --api-key-file"

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 import orjson
@@ -356,11 +356,12 @@ class Client:
 
     def _within_origin(self, address: str, location: str) -> str:
         """The address that `address` redirects to. Raises BadAddress if it is of another origin."""
+        ours = origin_of(address)
         try:
-            target = urljoin(address, location)
-            ours, found = origin_of(address), origin_of(target)
+            target = urlsplit(urljoin(address, location))
+            found = origin_of(target.geturl()) if location.isascii() else None
         except ValueError:
-            ours, found = "", None
+            found = None
         if found is None:
             raise BadAddress(f"{self.url} redirects to no address of a server")
         if found != ours:
@@ -368,7 +369,8 @@ class Client:
                 f"{self.url} redirects to {self._told(found)}, another server, to which neither "
                 f"prompts nor the API key are sent. If it is the right one: --server {found}"
             )
-        return target
+        # Of our own origin, in case the HTTP library reads an address differently.
+        return f"{ours}{target.path or '/'}{'?' if target.query else ''}{target.query}"
 
     def _told(self, words: str, *, max_chars: int = MAX_TOLD_CHARS) -> str:
         """Words of the server for a message: one line, bounded, without our key."""

@@ -43,6 +43,7 @@ from extractor.servers.target import Target, require_plugin
 from extractor.system.files import require_directory
 from extractor.system.process_tree import ServerProcess, started
 
+MAX_CONFIG_BYTES = 1 << 20
 WEIGHTS_LOADED_MARK = "Load weight end"
 
 
@@ -318,8 +319,11 @@ def _key_path(engine: EngineOptions, key: ApiKey) -> Path | None:
     """A new file that only we can read, from which the server takes its key. None where the user's
     own file of arguments holds one: SGLang reads one such file."""
     if (config := engine.config_path) is not None:
-        if holds_key(config.read_text(errors="replace")):
-            return None
+        if not config.is_file():
+            raise UsageError(f"-- {CONFIG_ARGUMENT} {config}: no such file")
+        with open(config, "rb") as file:
+            if holds_key(file.read(MAX_CONFIG_BYTES).decode(errors="replace")):
+                return None
         raise UsageError(
             f"{key.origin} holds a key for the server, but SGLang reads one {CONFIG_ARGUMENT} "
             f"file: write `api-key: …` into {config}, too (mode 600)"

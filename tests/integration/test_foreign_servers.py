@@ -120,6 +120,9 @@ async def test_nothing_follows_a_redirect_to_another_origin(
         ("http://[::1/generate", "no address of a server"),
         ("http://{host}:99999999/", "no address of a server"),
         ("javascript:alert(1)", "no address of a server"),
+        ("http://{host}\\@evil.example/", "http://evil.example:80"),
+        ("http://evil.example\\@{host}/", "{host}/generate is redirected 3 times"),  # ours
+        ("/\xff", "no address of a server"),
     ],
 )
 async def test_scheme_host_and_port_are_what_must_stay(location: str, named: str) -> None:
