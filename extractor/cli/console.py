@@ -55,7 +55,7 @@ def print_text(text: str, *, colours: Mapping[str, str] | None = None) -> None:
 
 def print_json(document: dict[str, Any]) -> None:
     """Print a document on stdout."""
-    click.echo(printable_json(document, indent=2))
+    click.echo(printable_json(document, is_indented=True))
 
 
 def report(message: str) -> None:
@@ -72,9 +72,9 @@ def report_usage_error(error: click.ClickException) -> None:
 
 
 def report_defect(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """What `sys.excepthook` does: the traceback of an error that is a defect of ours."""
+    """Report the traceback of an error that is a defect of ours, for `sys.excepthook`."""
     report("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 

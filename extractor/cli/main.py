@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from functools import partial
 from typing import NoReturn
@@ -67,6 +68,7 @@ def main(timings: Timings = DEFAULT_TIMINGS) -> NoReturn:
     """Entry point of `extractor`: errors as messages on stderr, and the exit status."""
     console.reset()
     sys.excepthook = report_defect
+    threading.excepthook = lambda found: report_defect(*found[:3])
     try:
         # Not standalone, click returns what `context.exit` was given instead of exiting.
         status = cli.main(standalone_mode=False, obj=timings)

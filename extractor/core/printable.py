@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+import orjson
+
 #: C0 but for tab and newline, DEL, C1, controls of direction, line and paragraph separators, and
 #: what is left of bytes that are not UTF-8.
 _CONTROLS: Final = re.compile(
@@ -28,7 +30,7 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(_escape, text)
 
 
-def printable_json(document: Mapping[str, Any], *, indent: int | None = None) -> str:
+def printable_json(document: Mapping[str, Any], *, is_indented: bool = False) -> str:
     r"""A JSON object whose strings have these characters as escapes; a program reads the same.
 
     What JSON does not know is written as text.
@@ -36,10 +38,12 @@ def printable_json(document: Mapping[str, Any], *, indent: int | None = None) ->
     >>> print(printable_json({"url": "\x9b2J\udcff"}))
     {"url":"\u009b2J\udcff"}
     """
-    separators = (",", ":") if indent is None else None
-    text = json.dumps(
-        document, default=str, ensure_ascii=False, separators=separators, indent=indent
-    )
+    option = orjson.OPT_INDENT_2 if is_indented else 0
+    try:
+        text = orjson.dumps(document, default=str, option=option).decode()
+    except TypeError:  # it refuses what is left of bytes that are not UTF-8
+        layout = {"indent": 2} if is_indented else {"separators": (",", ":")}
+        text = json.dumps(document, default=str, ensure_ascii=False, **layout)
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

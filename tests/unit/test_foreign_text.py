@@ -54,6 +54,7 @@ def test_only_controls_are_escaped() -> None:
 
 @given(st.text(st.characters()) | st.text(st.sampled_from([*HOSTILE])))
 def test_whatever_is_escaped_reads_the_same_from_json(text: str) -> None:
+    assert json.loads(printable_json({"text": text}, is_indented=True)) == {"text": text}
     shown = printable_json({"text": text})
     assert json.loads(shown) == {"text": text}
     assert printable(shown) == shown
