@@ -21,6 +21,7 @@ server_patch.fields.FieldError: meta_info.version is missing
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -32,6 +33,7 @@ T = TypeVar("T")
 #: The largest integer that SQLite and numpy hold.
 MAX_INTEGER = (1 << 63) - 1
 MAX_SHOWN_CHARS = 60
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _MAX_FLOAT = sys.float_info.max
 _MISSING = object()
 
@@ -64,11 +66,16 @@ def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
-def text(document: Document, path: str) -> str:
-    """The non-empty string at `path`."""
+def text(document: Document, path: str, *, max_chars: int | None = None) -> str:
+    """The non-empty string of at most `max_chars` at `path`. Lone surrogates, which JSON may name
+    and no file or table holds, are errors."""
     value = _found(document, path)
     if not isinstance(value, str) or not value:
         raise _wrong(path, value, "a string")
+    if max_chars is not None and len(value) > max_chars:
+        raise _wrong(path, value, f"of at most {max_chars} characters")
+    if not value.isascii() and _SURROGATES.search(value):
+        raise _wrong(path, value, "Unicode text")
     return value
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import threading
-from collections.abc import Callable, Coroutine
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar
 
 import click
-import orjson
 
 from extractor.cli.log import log_to_stderr
 from extractor.core.errors import Interrupted
 from extractor.core.log_line import log_line
+from extractor.core.printable import printable, printable_json
 from extractor.core.timings import DEFAULT_TIMINGS, StopTimings
 from extractor.system.signals import handlers_put_back, under_signals
 
@@ -42,15 +45,37 @@ class Console:
 console = Console()
 
 
+def print_text(text: str, *, colours: Mapping[str, str] | None = None) -> None:
+    """Print lines on stdout. `colours`: signs of ours -> what is printed in their place."""
+    text = printable(text)
+    for sign, coloured in (colours or {}).items():
+        text = text.replace(sign, coloured)
+    click.echo(text)
+
+
 def print_json(document: dict[str, Any]) -> None:
-    """On stdout."""
-    click.echo(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    """Print a document on stdout."""
+    click.echo(printable_json(document, is_indented=True))
 
 
 def report(message: str) -> None:
     """On stderr, where somebody is still there to read it."""
     with suppress(OSError):
-        click.echo(message, err=True)
+        click.echo(printable(message), err=True)
+
+
+def report_usage_error(error: click.ClickException) -> None:
+    """As click shows it: with the usage of the command."""
+    shown = io.StringIO()
+    error.show(shown)
+    report(shown.getvalue().rstrip("\n"))
+
+
+def report_defect(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Report the traceback of an error that is a defect of ours, for `sys.excepthook`."""
+    report("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 
 def report_error(

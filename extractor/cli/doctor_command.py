@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from extractor.cli.console import run_async
+from extractor.cli.console import print_text, run_async
 from extractor.cli.field_options import field_options
 from extractor.cli.option_types import ADDRESS, PATH, SECONDS
 from extractor.cli.options import Command
@@ -26,7 +26,7 @@ from extractor.pipeline.doctor import examine
     metavar="URL",
     help=f"Address of the server.  [default: {DEFAULT_SERVER_URL}]",
 )
-@field_options(Servers, "dump_root", "dump_owner")
+@field_options(Servers, "dump_root", "dump_owner", "api_key_file")
 @click.option(
     "--out",
     type=PATH,
@@ -63,6 +63,6 @@ def doctor_command(context: click.Context, /, urls: tuple[str, ...], **values: A
 async def _doctor(**values: Any) -> bool:
     is_well = True
     async for check in examine(**values):
-        click.echo(str(check))
+        print_text(str(check))
         is_well = is_well and check.problem is None
     return is_well

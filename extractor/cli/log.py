@@ -9,6 +9,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from extractor.core.log_line import log_line
+from extractor.core.printable import printable
 
 LEVELS = (logging.NOTSET, logging.INFO, logging.DEBUG)
 
@@ -28,7 +29,7 @@ class StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             if not self._as_objects():
-                tqdm.write(self.format(record), file=sys.stderr)
+                tqdm.write(printable(self.format(record)), file=sys.stderr)
                 return
             line = log_line(
                 record.getMessage(),

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
+from functools import partial
 from typing import NoReturn
 
 import click
 
-from extractor.cli.console import console, report, report_error
+from extractor.cli.console import (
+    console,
+    report,
+    report_defect,
+    report_error,
+    report_usage_error,
+)
 from extractor.cli.doctor_command import doctor_command
 from extractor.cli.options import Commands, verbose_option
 from extractor.cli.run_command import run_command
@@ -59,11 +67,17 @@ cli.params.append(verbose_option())
 def main(timings: Timings = DEFAULT_TIMINGS) -> NoReturn:
     """Entry point of `extractor`: errors as messages on stderr, and the exit status."""
     console.reset()
+    sys.excepthook = report_defect
+    threading.excepthook = lambda found: report_defect(*found[:3])
     try:
         # Not standalone, click returns what `context.exit` was given instead of exiting.
         status = cli.main(standalone_mode=False, obj=timings)
     except click.ClickException as error:
-        report_error(error.format_message(), exit_status=error.exit_code, show=error.show)
+        report_error(
+            error.format_message(),
+            exit_status=error.exit_code,
+            show=partial(report_usage_error, error),
+        )
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         code = Interrupted.exit_code

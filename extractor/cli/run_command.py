@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from extractor.cli.console import print_json, run_async
+from extractor.cli.console import print_json, print_text, run_async
 from extractor.cli.field_options import field_options, value_of
 from extractor.cli.option_types import TEXT
 from extractor.cli.options import (
@@ -92,7 +92,7 @@ def run_command(
         if as_json:
             print_json(result.to_document())
         else:
-            click.echo(result.to_text())
+            print_text(result.to_text())
         return
     serve_options = None
     arguments = context.meta[SGLANG_ARGUMENTS]
@@ -122,7 +122,7 @@ def run_command(
     if as_json:
         print_json(document)
     else:
-        click.echo(summary.to_text(options.output.directory))
+        print_text(summary.to_text(options.output.directory))
     context.exit(status)
 
 
@@ -134,7 +134,9 @@ async def _run(
     *,
     is_named: bool,
 ) -> RunSummary:
-    if serve_options is None or await any_server_answers(options.servers.urls):
+    if serve_options is None or await any_server_answers(
+        options.servers.urls, api_key_file=options.servers.api_key_file
+    ):
         return await run(options, reporter, timings=timings)
     if is_named:
         reporter.report(

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import click
 
-from extractor.cli.console import report, run_async
+from extractor.cli.console import print_text, report, run_async
 from extractor.cli.field_options import field_options, value_of
 from extractor.cli.option_types import BYTES, PATH, TEXT
 from extractor.cli.options import SGLANG_ARGUMENTS, PassingCommand
@@ -30,7 +30,7 @@ from extractor.servers.sglang_flags import PRESETS, ServeOptions
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
-@field_options(Servers, "dump_root", "layers", "last_kind")
+@field_options(Servers, "dump_root", "layers", "last_kind", "api_key_file")
 @click.option(
     "--radix-cache/--no-radix-cache",
     default=False,
@@ -67,7 +67,7 @@ from extractor.servers.sglang_flags import PRESETS, ServeOptions
     "log_path",
     type=PATH,
     default=None,
-    help="Where the server's output goes.  [default: a temporary file]",
+    help="Where the server's output goes; only you can read it.  [default: a temporary file]",
 )
 @field_options(ServeOptions)
 @click.pass_context
@@ -96,10 +96,10 @@ def serve_command(
 
 async def _serve(options: ServeOptions, timings: Timings) -> NoReturn:
     async with running_server(options, report=report, timings=timings) as server:
-        click.echo(server.url)
+        print_text(server.url)
         sys.stdout.flush()
         status = await server.process.wait()
         raise ServerError(
             f"the server ended with status {status}; the end of its log "
-            f"({server.process.log_path}):\n{server.process.log_text(tail_bytes=4096)}"
+            f"({server.process.log_path}):\n{server.process.log_end()}"
         )

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.live import Live as LiveDisplay
 
-from extractor.cli.console import print_json
+from extractor.cli.console import print_json, print_text
 from extractor.cli.options import OUT_ARGUMENT, Command
 from extractor.core.errors import UsageError
 from extractor.core.timings import DEFAULT_TIMINGS
@@ -45,19 +45,19 @@ def status_command(out: Path, all_failures: bool, is_watch: bool, as_json: bool)
         print_json(status.to_document())
         return
     begun, identity = status.begun, status.begun.identity
-    click.echo(f"{out}: {standing(status.look)}")
-    click.echo(f"{identity.model.path}: {identity.capture_text}")
+    print_text(f"{out}: {standing(status.look)}")
+    print_text(f"{identity.model.path}: {identity.capture_text}")
     live = status.look.live
     now = None if live is None else live.session["now"]
-    click.echo(totals_table(begun.totals, num_unread=begun.num_unread, now=now))
+    print_text(totals_table(begun.totals, num_unread=begun.num_unread, now=now))
     if status.failed:
-        click.echo(failed_table(status))
+        print_text(failed_table(status))
 
 
 def _watch(out: Path) -> None:
-    console, timings = Console(), DEFAULT_TIMINGS.status
+    console, timings = Console(markup=False, highlight=False), DEFAULT_TIMINGS.status
     if not console.is_terminal:
-        watch(out, lambda look: click.echo(line(look)), interval_s=timings.line_interval_s)
+        watch(out, lambda look: print_text(line(look)), interval_s=timings.line_interval_s)
         return
     with LiveDisplay(console=console, auto_refresh=False, transient=False) as display:
         watch(

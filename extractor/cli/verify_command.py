@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from tqdm import tqdm
 
-from extractor.cli.console import print_json
+from extractor.cli.console import print_json, print_text
 from extractor.cli.options import OUT_ARGUMENT, Command
 from extractor.core.errors import UsageError
 from extractor.verify.audit import audit
@@ -45,8 +45,8 @@ def verify_command(
         extra = {} if repaired is None else {"repair": repaired.to_document()}
         print_json({**result.to_document(), **extra})
     else:
-        click.echo(result.to_text())
+        print_text(result.to_text())
         if repaired is not None:
-            click.echo(repaired.to_text())
+            print_text(repaired.to_text())
     if not result.is_clean:
         context.exit(1)

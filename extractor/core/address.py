@@ -19,8 +19,11 @@ def require_url(url: str) -> None:
         is_good = is_good and parts.port != 0 and not (parts.query or parts.fragment)
     except ValueError:  # an invalid port, an unmatched bracket
         is_good = False
-    if "@" in url.partition("//")[2].partition("/")[0]:  # not quoted: it may hold a password
-        raise UsageError("--server: no user or password in the address; EXTRACTOR_API_KEY is sent")
+    if "@" in url:  # not quoted: it may hold a password
+        raise UsageError(
+            "--server: no user or password in the address, which is stored; set EXTRACTOR_API_KEY "
+            "or name an --api-key-file"
+        )
     if not is_good:
         raise UsageError(
             f"--server {url!r}: write it as http://HOST:PORT, HOST being a name, an IPv4 address, "
@@ -47,6 +50,19 @@ def is_host(name: str) -> bool:
     return all(map(_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
 
 
+def origin_of(url: str) -> str | None:
+    """Scheme, host and port of a server's address; None for any other. Raises ValueError.
+
+    >>> origin_of("HTTPS://me:pw@GPU-1/path"), origin_of("http://[::1]:30000"), origin_of("file:/x")
+    ('https://gpu-1:443', 'http://[::1]:30000', None)
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in _PORTS or not parts.hostname:
+        return None
+    port = _PORTS[parts.scheme] if parts.port is None else parts.port
+    return f"{parts.scheme}://{url_host(parts.hostname)}:{port}"
+
+
 def url_host(name: str) -> str:
     """Format a host for a URL.
 
@@ -56,4 +72,5 @@ def url_host(name: str) -> str:
     return f"[{name}]" if ":" in name else name
 
 
+_PORTS = {"http": 80, "https": 443}
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?", re.IGNORECASE)

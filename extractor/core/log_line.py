@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
+
+from extractor.core.printable import printable_json
 
 
 def log_line(message: str, *, event: str = "note", level: str = "info", **fields: object) -> str:
-    """One JSON object, without the line's end; what JSON does not know is written as text."""
+    """One JSON object, without the line's end."""
     line = {
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "level": level,
@@ -15,4 +16,4 @@ def log_line(message: str, *, event: str = "note", level: str = "info", **fields
         "message": message,
         **fields,
     }
-    return json.dumps(line, default=str, ensure_ascii=False, separators=(",", ":"))
+    return printable_json(line)

@@ -137,6 +137,15 @@ class Servers:
             metavar="USER",
         ),
     ] = None
+    api_key_file: Annotated[
+        Path | None,
+        Option(
+            "--api-key-file",
+            "File whose first line is the server's API key, which only you and perhaps its group "
+            "can read (mode 600).  [default: the key in EXTRACTOR_API_KEY, if any]",
+            metavar="PATH",
+        ),
+    ] = None
     # None: any model, whatever the servers capture.
     model: Annotated[
         str | None,

@@ -10,6 +10,7 @@ from extractor.core.admission import Refusal
 from extractor.core.counters import Counters
 from extractor.core.events import Reporter, ReportLine
 from extractor.core.failure import Failure
+from extractor.core.foreign_text import shortened
 from manifest.records import (
     Failed,
     Lost,
@@ -25,6 +26,8 @@ from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
 from prompts.types import BadRow, Prompt
 
+#: A detail may hold words of a server or of a row, which have no end of their own.
+MAX_DETAIL_CHARS = 2000
 #: Failed rows that are named as they happen; `extractor status` lists all.
 SHOWN_FAILURES = 20
 
@@ -71,16 +74,17 @@ class RowRecorder:
 
     async def reject(self, row: Prompt | BadRow, refused: Refusal) -> None:
         """A row gives no prompt to send."""
+        detail = shortened(refused.detail, MAX_DETAIL_CHARS)
         self._owner.post(
             Rejected(
                 origin=_origin_of(row, self._source_of(row)),
                 prompt=_facts_of(row) if isinstance(row, Prompt) else None,
                 reason=refused.reason,
-                detail=refused.detail,
+                detail=detail,
             )
         )
-        logger.info("refused row=%d reason=%s: %s", row.ordinal, refused.reason, refused.detail)
-        self._count_failed(row, refused.reason, refused.detail)
+        logger.info("refused row=%d reason=%s: %s", row.ordinal, refused.reason, detail)
+        self._count_failed(row, refused.reason, detail)
         if self.counters.rows.failed % self._rejections_per_commit == 0:
             # Nothing else holds back the reading of a file of bad rows.
             await self._owner.drain()
@@ -123,19 +127,15 @@ class RowRecorder:
 
     def give_up(self, prompt: Prompt, failure: Failure, *, attempts: int) -> None:
         """A prompt fails for good."""
+        detail = shortened(failure.detail, MAX_DETAIL_CHARS)
         self._owner.post(
-            Failed(
-                ordinal=prompt.ordinal,
-                reason=failure.reason,
-                detail=failure.detail,
-                attempts=attempts,
-            )
+            Failed(ordinal=prompt.ordinal, reason=failure.reason, detail=detail, attempts=attempts)
         )
         logger.info(
             "given up row=%d attempts=%d reason=%s: %s",
-            prompt.ordinal, attempts, failure.reason, failure.detail,
+            prompt.ordinal, attempts, failure.reason, detail,
         )  # fmt: skip
-        self._count_failed(prompt, failure.reason, failure.detail)
+        self._count_failed(prompt, failure.reason, detail)
 
     def _count_failed(self, row: Prompt | BadRow, reason: Reason, detail: str) -> None:
         self.counters.rows.failed_by_reason[reason] += 1

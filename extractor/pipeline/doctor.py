@@ -50,7 +50,13 @@ class Check:
 
 
 async def examine(
-    *, url: str, dump_root: DumpRoot, out: Path, server_wait_s: float, clean: bool = False
+    *,
+    url: str,
+    dump_root: DumpRoot,
+    out: Path,
+    server_wait_s: float,
+    api_key_file: Path | None = None,
+    clean: bool = False,
 ) -> AsyncIterator[Check]:
     """Every check that can be made; those that need a failed one are left out."""
     yield _versions()
@@ -60,7 +66,9 @@ async def examine(
     yield check
     if root is not None:
         yield _leftovers(dump_root, is_to_clean=clean)
-    async with Client(url, concurrency=2, request_timeout_s=120.0) as client:
+    async with Client(
+        url, concurrency=2, request_timeout_s=120.0, api_key_file=api_key_file
+    ) as client:
         check, facts = await _try(
             "server",
             require_server(client, wait_s=server_wait_s),

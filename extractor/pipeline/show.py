@@ -22,9 +22,9 @@ from prompts.pool import RendererPool
 from prompts.stream import raw_rows
 from prompts.types import BadRow, Prompt
 
-#: Around trained tokens: signs that no prompt has by chance, and colours on a terminal.
+#: Around trained tokens: signs that no prompt has by chance, and how a terminal shows them.
 MARKS = ("⟦", "⟧")
-COLOURS = ("\x1b[32m", "\x1b[0m")
+COLOURS = {MARKS[0]: f"\x1b[32m{MARKS[0]}", MARKS[1]: f"{MARKS[1]}\x1b[0m"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Shown:
             "loss_mask": item.loss_mask.tolist(),
         }
 
-    def to_text(self, *, colours: bool, ids: bool) -> str:
+    def to_text(self, *, ids: bool) -> str:
         """What `extractor show` prints."""
         item = self.item
         place = str(item.origin)
@@ -93,7 +93,7 @@ class Shown:
             lines.append(("changed", ", ".join(item.alterations)))
         blocks = [_facts(lines)]
         if any(run.text is not None for run in self.runs):
-            blocks.append("".join(_marked(run, colours=colours) for run in self.runs))
+            blocks.append("".join(_marked(run) for run in self.runs))
         rows = [("tokens", "count", "trained")]
         rows += [_run_line(run) for run in self.runs]
         blocks.append(table(rows))
@@ -102,10 +102,13 @@ class Shown:
         return "\n\n".join(blocks)
 
 
-async def server_tokenizer(url: str) -> str:
+async def server_tokenizer(url: str, *, api_key_file: Path | None = None) -> str:
     """Path of the tokenizer that the server uses. Raises UsageError where none answers."""
     async with Client(
-        url, concurrency=1, request_timeout_s=DEFAULT_TIMINGS.client.info_s
+        url,
+        concurrency=1,
+        request_timeout_s=DEFAULT_TIMINGS.client.info_s,
+        api_key_file=api_key_file,
     ) as client:
         if not await client.is_answering():
             raise UsageError(
@@ -157,12 +160,9 @@ def _facts(lines: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines)
 
 
-def _marked(run: Run, *, colours: bool) -> str:
+def _marked(run: Run) -> str:
     text = run.text or ""
-    if not run.is_trained:
-        return text
-    text = f"{MARKS[0]}{text}{MARKS[1]}"
-    return f"{COLOURS[0]}{text}{COLOURS[1]}" if colours else text
+    return f"{MARKS[0]}{text}{MARKS[1]}" if run.is_trained else text
 
 
 def _run_line(run: Run) -> tuple[str, str, str]:

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Final, Self
+from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 import orjson
 
+from extractor.core.address import origin_of
 from extractor.core.checks import ReplyFacts
 from extractor.core.errors import (
     BadAddress,
     ExtractorError,
     PluginError,
     ServerUnreachable,
-    UsageError,
 )
 from extractor.core.failure import Failure, FailureKind
+from extractor.core.foreign_text import MAX_TOLD_CHARS, told
 from extractor.core.humanize import amount
+from extractor.core.option import MAX_COUNT
 from extractor.core.request import Request
 from extractor.core.run_options import RunOptions
 from extractor.core.timings import DEFAULT_TIMINGS, ClientTimings
+from extractor.servers.api_key import API_KEY_VARIABLE, ApiKey, find_api_key
 from extractor.servers.connection_errors import about_proxies, detail_of, lasting_problem, own_limit
 from extractor.servers.refusals import abort_failure, http_failure
 from manifest.states import Reason
@@ -39,11 +43,18 @@ from server_patch.fields import (
     text,
 )
 
-API_KEY_VARIABLE = "EXTRACTOR_API_KEY"
 #: A reply to one token is a few hundred bytes; more means the server sends states as JSON.
 MAX_REPLY_BYTES = 1 << 20
 #: /server_info takes about 20 KiB, and more with many data-parallel ranks.
 MAX_INFO_BYTES = 16 << 20
+#: Names and labels of a server are data; a message shows less of them.
+MAX_NAME_CHARS: Final = 4096
+MAX_LABEL_CHARS: Final = 1000
+MAX_SCHEDULERS: Final = 4096
+#: Statuses that name another address, and those of them after which the same request goes there.
+REDIRECTS: Final = frozenset((301, 302, 303, 307, 308))
+SAME_REQUEST: Final = frozenset((307, 308))
+MAX_REDIRECTS: Final = 3
 #: The smallest context length that a server can report: one prompt token, one generated token.
 MIN_CONTEXT_TOKENS = 2
 
@@ -96,22 +107,25 @@ class Client:
         *,
         concurrency: int,
         request_timeout_s: float,
+        api_key_file: Path | None = None,
         timings: ClientTimings = DEFAULT_TIMINGS.client,
     ) -> None:
+        """`api_key_file`: holds the server's key; None: the variable may hold it."""
         self.url = url.rstrip("/")
         self.timings = timings
         self._request_timeout_s = request_timeout_s
         self._concurrency = concurrency
+        self._api_key_file = api_key_file
+        self._key: ApiKey | None = None
         self._session: aiohttp.ClientSession | None = None
         self.silence = f"no server answers at {self.url}."  # with the cause after a request
         self.has_answered = False  # at all, even with an error
 
     async def __aenter__(self) -> Self:
         headers = {"Content-Type": "application/json"}  # of whatever has a body
-        if key := os.environ.get(API_KEY_VARIABLE):
-            if not key.isascii() or not key.isprintable():
-                raise UsageError(f"{API_KEY_VARIABLE} holds what no header may: a line end?")
-            headers["Authorization"] = f"Bearer {key}"
+        self._key = find_api_key(self._api_key_file)
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key.value}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 # Room for requests about the server beside those that carry prompts.
@@ -137,14 +151,14 @@ class Client:
         """Send one prompt; what the server says of it, or why this attempt failed.
 
         A failure of the transport or the server is a value here: one bad prompt must not end
-        the others. Raises only cancellation, and UsageError if this process cannot open another
-        connection.
+        the others. Raises only cancellation, UsageError if this process cannot open another
+        connection, and BadAddress if the server names another address.
         """
         try:
-            async with self._http.post(f"{self.url}/generate", data=request.to_json()) as response:
+            async with await self._send("POST", "/generate", data=request.to_json()) as response:
                 data, is_whole = await _bounded(response, MAX_REPLY_BYTES)
                 if response.status != 200:
-                    return http_failure(response.status, _message(data))
+                    return http_failure(response.status, self._told(_message(data)))
         except TRANSPORT_ERRORS as error:
             if (limit := own_limit(error)) is not None:
                 raise limit from error
@@ -157,13 +171,35 @@ class Client:
                 "few hundred bytes: does something add states or log-probabilities to it?",
             )
         try:
-            return _reply(object_of(data, loads=orjson.loads), rid=request.rid)
+            return self._reply(object_of(data, loads=orjson.loads), rid=request.rid)
         except FieldError as error:
             return Failure(
                 reason=Reason.SERVER_ERROR,
                 kind=FailureKind.SERVER,
-                detail=f"not an answer of SGLang: {error}",
+                detail=f"not an answer of SGLang: {self._told(str(error))}",
             )
+
+    def _reply(self, document: Document, *, rid: str) -> ReplyFacts | Failure:
+        """Raises FieldError."""
+        answered = optional(text, document, "meta_info.id")
+        if answered not in (None, rid):
+            return Failure(
+                reason=Reason.SERVER_ERROR,
+                kind=FailureKind.SERVER,
+                detail=f"the answer is to request {self._told(repr(answered))}",
+            )
+        reason = optional(mapping, document, "meta_info.finish_reason")
+        if reason is not None and text(document, "meta_info.finish_reason.type") == "abort":
+            # A request that was aborted before it began has no token counts.
+            path = "meta_info.finish_reason.status_code"
+            status = optional(integer, document, path, minimum=100, maximum=599)
+            message = optional(text, document, "meta_info.finish_reason.message")
+            return abort_failure(status, self._told(message or "no reason given"))
+        return ReplyFacts(
+            prompt_tokens=integer(document, "meta_info.prompt_tokens", minimum=0),
+            cached_tokens=optional(integer, document, "meta_info.cached_tokens", minimum=0) or 0,
+            weight_version=self._label(document, "meta_info.weight_version"),
+        )
 
     def _no_answer(self, error: Exception) -> Failure:
         """The failure of a request that ended without an HTTP response.
@@ -172,21 +208,20 @@ class Client:
         server that could not be reached says nothing about the prompt.
         """
         if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            kind, detail = FailureKind.UNSENT, transport_problem(error)
+            kind, detail = FailureKind.UNSENT, self._told(transport_problem(error))
         elif isinstance(error, TimeoutError):
             kind = FailureKind.SILENT
             detail = f"no complete reply in {self._request_timeout_s:g} s (--request-timeout)"
         else:
-            kind, detail = FailureKind.BROKEN, transport_problem(error)
+            kind, detail = FailureKind.BROKEN, self._told(transport_problem(error))
         return Failure(reason=Reason.SERVER_ERROR, detail=detail, kind=kind)
 
     async def abort(self, rid: str) -> None:
         """Ask the server to drop a request. Best effort: an abort may come too late anyway."""
-        with suppress(*TRANSPORT_ERRORS):
-            async with self._http.post(
-                f"{self.url}/abort_request",
-                data=orjson.dumps({"rid": rid}),
-                timeout=aiohttp.ClientTimeout(total=self.timings.abort_s),
+        with suppress(*TRANSPORT_ERRORS, BadAddress):
+            data = orjson.dumps({"rid": rid})
+            async with await self._send(
+                "POST", "/abort_request", data=data, timeout_s=self.timings.abort_s
             ):
                 pass
 
@@ -196,24 +231,21 @@ class Client:
         model = await self._get("/model_info")
         info = await self._get("/server_info")
         try:
-            model_path = text(model, "model_path")
+            model_path = text(model, "model_path", max_chars=MAX_NAME_CHARS)
+            tokenizer_path = optional(text, model, "tokenizer_path", max_chars=MAX_NAME_CHARS)
             return ServerFacts(
                 model_path=model_path,
-                tokenizer_path=optional(text, model, "tokenizer_path") or model_path,
-                context_length=optional(
-                    integer, info, "context_length", minimum=MIN_CONTEXT_TOKENS
-                ),
-                max_input_tokens=optional(
-                    integer, info, "max_req_input_len", minimum=MIN_CONTEXT_TOKENS
-                ),
+                tokenizer_path=tokenizer_path or model_path,
+                context_length=_num_tokens(info, "context_length"),
+                max_input_tokens=_num_tokens(info, "max_req_input_len"),
                 max_requests=_max_requests(info),
-                weight_version=optional(text, model, "weight_version"),
-                version=optional(text, info, "version") or "unknown",
+                weight_version=self._label(model, "weight_version"),
+                version=self._label(info, "version") or "unknown",
             )
         except FieldError as error:
             raise PluginError(
-                f"{self.url} answers, but not like SGLang 0.5.11 or newer: {error}"
-            ) from error
+                f"{self.url} answers, but not like SGLang 0.5.11 or newer: {self._told(str(error))}"
+            ) from self._cause(error)
 
     async def is_answering(self) -> bool:
         """Whether the server answers HTTP requests; if not, `silence` holds the reason.
@@ -251,26 +283,26 @@ class Client:
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         status: int | None = None
-        with suppress(*TRANSPORT_ERRORS):
-            async with self._http.get(
-                f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=self.timings.info_s)
+        with suppress(*TRANSPORT_ERRORS, BadAddress):
+            async with await self._send(
+                "GET", "/health", timeout_s=self.timings.info_s
             ) as response:
                 status = response.status
         return status, loop.time() - asked_at
 
     async def _get(self, path: str, *, timeout_s: float | None = None) -> Document:
-        timeout = aiohttp.ClientTimeout(total=timeout_s or self.timings.info_s)
+        timeout_s = timeout_s or self.timings.info_s
         try:
-            async with self._http.get(f"{self.url}{path}", timeout=timeout) as response:
+            async with await self._send("GET", path, timeout_s=timeout_s) as response:
                 self.has_answered = True
                 data, is_whole = await _bounded(response, MAX_INFO_BYTES)
                 if response.status in (401, 403):
                     raise PluginError(
                         f"{self.url}{path} answers {response.status}: it wants "
                         + (
-                            f"another API key than {API_KEY_VARIABLE} holds."
-                            if API_KEY_VARIABLE in os.environ
-                            else f"an API key. Set {API_KEY_VARIABLE}."
+                            f"an API key. Set {API_KEY_VARIABLE}, or name an --api-key-file."
+                            if self._key is None
+                            else f"another API key than {self._key.origin} holds."
                         )
                     )
                 if response.status == 503:
@@ -280,7 +312,7 @@ class Client:
                         f"{self.url}{path} answers {response.status}: not a SGLang server?"
                     )
         except (*TRANSPORT_ERRORS, ValueError) as error:
-            raise await self._unreached(error) from error
+            raise await self._unreached(error) from self._cause(error)
         if not is_whole:
             raise PluginError(
                 f"{self.url}{path} answers with more than {amount(MAX_INFO_BYTES)}: "
@@ -289,7 +321,70 @@ class Client:
         try:
             return object_of(data, loads=orjson.loads)
         except FieldError as error:
-            raise PluginError(f"{self.url}{path}: {error}. Not a SGLang server?") from error
+            raise PluginError(
+                f"{self.url}{path}: {self._told(str(error))}. Not a SGLang server?"
+            ) from self._cause(error)
+
+    async def _send(
+        self, method: str, path: str, *, data: bytes | None = None, timeout_s: float | None = None
+    ) -> aiohttp.ClientResponse:
+        """Send a request and wait for the head of the answer; the caller reads and closes it.
+
+        `timeout_s`: to the end of the answer; None: that of prompts. Redirects are followed within
+        the origin of `url` alone, as the prompts and the key are for nobody else. Raises BadAddress
+        for any other, and the errors of the transport.
+        """
+        timeout = self._http.timeout
+        if timeout_s is not None:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+        address = f"{self.url}{path}"
+        for _ in range(MAX_REDIRECTS + 1):
+            response = await self._http.request(
+                method, address, data=data, allow_redirects=False, timeout=timeout
+            )
+            if response.status not in REDIRECTS:
+                return response
+            location = response.headers.get("Location", "")
+            response.release()
+            if data is not None and response.status not in SAME_REQUEST:
+                raise BadAddress(
+                    f"{self.url}{path} answers {response.status}, which asks for another request "
+                    "than the one that was sent: not a SGLang server?"
+                )
+            address = self._within_origin(address, location)
+        raise BadAddress(f"{self.url}{path} is redirected {MAX_REDIRECTS} times and more")
+
+    def _within_origin(self, address: str, location: str) -> str:
+        """The address that `address` redirects to. Raises BadAddress if it is of another origin."""
+        ours = origin_of(address)
+        try:
+            target = urlsplit(urljoin(address, location))
+            found = origin_of(target.geturl()) if location.isascii() else None
+        except ValueError:
+            found = None
+        if found is None:
+            raise BadAddress(f"{self.url} redirects to no address of a server")
+        if found != ours:
+            raise BadAddress(
+                f"{self.url} redirects to {self._told(found)}, another server, to which neither "
+                f"prompts nor the API key are sent. If it is the right one: --server {found}"
+            )
+        # Of our own origin, in case the HTTP library reads an address differently.
+        return f"{ours}{target.path or '/'}{'?' if target.query else ''}{target.query}"
+
+    def _told(self, words: str, *, max_chars: int = MAX_TOLD_CHARS) -> str:
+        """Words of the server for a message: one line, bounded, without our key."""
+        secrets = () if self._key is None else (self._key.value,)
+        return told(words, secrets=secrets, max_chars=max_chars)
+
+    def _cause(self, error: Exception) -> Exception | None:
+        """The error itself, unless its words hold our key: a traceback would show them."""
+        return None if self._key is not None and self._key.value in str(error) else error
+
+    def _label(self, document: Document, path: str) -> str | None:
+        """A text that is compared and stored. Raises FieldError."""
+        label = optional(text, document, path, max_chars=MAX_LABEL_CHARS)
+        return None if label is None else self._told(label, max_chars=MAX_LABEL_CHARS)
 
     async def _unreached(self, error: Exception) -> ExtractorError:
         """The error to raise for a request that got no answer."""
@@ -298,11 +393,11 @@ class Client:
         if (
             problem := await lasting_problem(self.url, error, tls_trial_s=self.timings.tls_trial_s)
         ) is not None:
-            return BadAddress(problem)
+            return BadAddress(self._told(problem, max_chars=MAX_LABEL_CHARS))
         if isinstance(error, aiohttp.ClientConnectorDNSError):
             what = f"the host name of {self.url} cannot be resolved ({detail_of(error)}): check it"
         else:
-            what = f"no server answers at {self.url} ({transport_problem(error)})"
+            what = f"no server answers at {self.url} ({self._told(transport_problem(error))})"
         return ServerUnreachable(f"{what}.{about_proxies()}")
 
     @property
@@ -322,6 +417,7 @@ async def clients_of(
             url,
             concurrency=options.load.concurrency or default_concurrency,
             request_timeout_s=options.patience.request_timeout_s,
+            api_key_file=options.servers.api_key_file,
             timings=timings,
         )
         for url in options.servers.urls
@@ -353,46 +449,20 @@ async def _bounded(response: aiohttp.ClientResponse, most: int) -> tuple[bytes, 
     return bytes(data), False
 
 
-def _reply(document: Document, *, rid: str) -> ReplyFacts | Failure:
-    """Raises FieldError."""
-    answered = optional(text, document, "meta_info.id")
-    if answered not in (None, rid):
-        return Failure(
-            reason=Reason.SERVER_ERROR,
-            kind=FailureKind.SERVER,
-            detail=f"the answer is to request {answered!r:.80}",
-        )
-    reason = optional(mapping, document, "meta_info.finish_reason")
-    if reason is not None and text(document, "meta_info.finish_reason.type") == "abort":
-        # A request that was aborted before it began has no token counts.
-        path = "meta_info.finish_reason.status_code"
-        status = optional(integer, document, path, minimum=100, maximum=599)
-        message = optional(text, document, "meta_info.finish_reason.message")
-        return abort_failure(status, _shortened(message or "no reason given"))
-    return ReplyFacts(
-        prompt_tokens=integer(document, "meta_info.prompt_tokens", minimum=0),
-        cached_tokens=optional(integer, document, "meta_info.cached_tokens", minimum=0) or 0,
-        weight_version=optional(text, document, "meta_info.weight_version"),
-    )
-
-
 def _message(data: bytes) -> str:
-    """The server's own words, shortened; it never repeats a prompt's text (ids were sent)."""
+    """The server's own words; they never repeat a prompt's text (ids were sent)."""
     try:
         document = object_of(data, loads=orjson.loads)
     except FieldError:
-        return _shortened(data.decode(errors="replace"))
-    error: object = (
-        document.get("error") or document.get("message") or document.get("detail") or document
-    )
+        return data.decode(errors="replace")
+    error = document.get("error") or document.get("message") or document.get("detail")
     if isinstance(error, dict):
-        error = error.get("message", error)
-    return _shortened(str(error))
+        error = error.get("message")
+    return error if isinstance(error, str) else data.decode()
 
 
-def _shortened(words: str) -> str:
-    line = " ".join(words.split())
-    return line if len(line) <= 200 else line[:197] + "..."
+def _num_tokens(info: Document, path: str) -> int | None:
+    return optional(integer, info, path, minimum=MIN_CONTEXT_TOKENS, maximum=MAX_COUNT)
 
 
 def _max_requests(info: Document) -> int | None:
@@ -406,9 +476,11 @@ def _max_requests(info: Document) -> int | None:
     """
     name = "internal_states.{}.effective_max_running_requests_per_dp"
     num_schedulers = len(optional(array, info, "internal_states") or ())
+    if num_schedulers > MAX_SCHEDULERS:
+        raise FieldError(f"internal_states has {num_schedulers} entries")
     paths = [name.format(number) for number in range(num_schedulers)] or ["max_running_requests"]
-    running = [optional(integer, info, path) for path in paths]
-    queued = optional(integer, info, "max_queued_requests", minimum=0)
+    running = [optional(integer, info, path, maximum=MAX_COUNT) for path in paths]
+    queued = optional(integer, info, "max_queued_requests", minimum=0, maximum=MAX_COUNT)
     if any(number is None or number < 1 for number in running):
         return None
     # Where the queue has no end, as many wait as run: enough for the next batch.

@@ -29,13 +29,21 @@ from extractor.core.locations import DumpRoot
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_root import open_root
+from extractor.servers.api_key import ApiKey, find_api_key
 from extractor.servers.cleanup import remove_boot, remove_useless
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
-from extractor.servers.sglang_flags import EngineOptions, ServeOptions
+from extractor.servers.sglang_flags import (
+    CONFIG_ARGUMENT,
+    EngineOptions,
+    ServeOptions,
+    holds_key,
+    key_config,
+)
 from extractor.servers.target import Target, require_plugin
 from extractor.system.process_tree import ServerProcess, started
 
+MAX_CONFIG_BYTES = 1 << 20
 WEIGHTS_LOADED_MARK = "Load weight end"
 
 
@@ -95,14 +103,19 @@ async def running_server(
     await _require_free_port(options.engine)
     dump_root = options.plugin.dumps
     open_root(dump_root, make_mode=options.plugin.directory_mode)
+    key = find_api_key(options.api_key_file)
     remove_useless(dump_root)
     boot_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     log_path = options.log_path or _new_log_path()
+    key_path = None if key is None else _key_path(options.engine, key)
     try:
         async with started(
-            options.engine.command(sys.executable, engine_version=engine_version),
+            options.engine.command(
+                sys.executable, engine_version=engine_version, key_path=key_path
+            ),
             environment=options.environment(os.environ, boot_id=boot_id),
             log_path=log_path,
+            secrets=() if key is None else (key.value,),
             timings=timings.stop,
         ) as process:
             report(f"SGLang {engine_version}, pid {process.pid}, log {log_path}")
@@ -113,12 +126,15 @@ async def running_server(
                 boot_id=boot_id,
                 progress=_Progress(process, stall_s=options.stall_s, report=report),
                 timings=timings,
+                api_key_file=options.api_key_file,
             )
             target = await start.until_probed()
+            _remove_key(key_path)
             yield StartedServer(url=target.url, process=process, target=target)
         if options.log_path is None:
             log_path.unlink()  # kept when something went wrong
     finally:
+        _remove_key(key_path)
         remove_boot(dump_root, boot_id)
 
 
@@ -153,7 +169,8 @@ class _Progress:
         self._report(
             f"stalled: {now - self._reached_at:.0f} s since '{self.stage.title}', the log is "
             f"silent for {now - self._sign_at:.0f} s. Its last line: "
-            f"{self._process.last_log_line()}\nWhat to try: {self.stage.advice}"
+            f"{self._process.log_end(num_lines=1).strip() or '(empty)'}\n"
+            f"What to try: {self.stage.advice}"
         )
 
 
@@ -167,12 +184,14 @@ class _Start:
     boot_id: str
     progress: _Progress
     timings: Timings
+    api_key_file: Path | None
 
     async def until_probed(self) -> Target:
         async with Client(
             self.url,
             concurrency=2,
             request_timeout_s=self.timings.probe.first_request_s,
+            api_key_file=self.api_key_file,
             timings=self.timings.client,
         ) as client:
             await self._until(StartStage.LOGGING, self._has_logged)
@@ -210,11 +229,10 @@ class _Start:
     def _require_alive(self) -> None:
         status = self.process.exit_status
         if status is not None:
-            tail = "\n".join(self.process.log_text(tail_bytes=8192).splitlines()[-25:])
             raise ServerError(
                 f"the server ended with status {status} after stage "
                 f"'{self.progress.stage.title}'. The end of its log "
-                f"({self.process.log_path}):\n{tail}"
+                f"({self.process.log_path}):\n{self.process.log_end()}"
             )
 
     # --- what is looked for ------------------------------------------------------------------
@@ -234,10 +252,12 @@ class _Start:
         return bool(mine) and len(mine) >= mine[0].ready.engine.dp_size
 
 
-async def any_server_answers(urls: Sequence[str]) -> bool:
+async def any_server_answers(urls: Sequence[str], *, api_key_file: Path | None) -> bool:
     """Whether a SGLang server answers at one of `urls` now."""
     for url in urls:
-        async with Client(url, concurrency=1, request_timeout_s=5.0) as client:
+        async with Client(
+            url, concurrency=1, request_timeout_s=5.0, api_key_file=api_key_file
+        ) as client:
             if await client.is_answering():
                 return True
     return False
@@ -293,3 +313,27 @@ def _new_log_path() -> Path:
     descriptor, path = tempfile.mkstemp(prefix="sglang-", suffix=".log")
     os.close(descriptor)
     return Path(path)
+
+
+def _key_path(engine: EngineOptions, key: ApiKey) -> Path | None:
+    """A new file that only we can read, from which the server takes its key. None where the user's
+    own file of arguments holds one: SGLang reads one such file."""
+    if (config := engine.config_path) is not None:
+        if not config.is_file():
+            raise UsageError(f"-- {CONFIG_ARGUMENT} {config}: no such file")
+        with open(config, "rb") as file:
+            if holds_key(file.read(MAX_CONFIG_BYTES).decode(errors="replace")):
+                return None
+        raise UsageError(
+            f"{key.origin} holds a key for the server, but SGLang reads one {CONFIG_ARGUMENT} "
+            f"file: write `api-key: …` into {config}, too (mode 600)"
+        )
+    descriptor, path = tempfile.mkstemp(prefix="sglang-", suffix=".yaml")
+    with open(descriptor, "w") as file:
+        file.write(key_config(key))
+    return Path(path)
+
+
+def _remove_key(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)

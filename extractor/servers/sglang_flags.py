@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from extractor.core.address import is_host, url_host
 from extractor.core.errors import UsageError
 from extractor.core.locations import DEFAULT_DUMP_ROOT, DumpRoot
 from extractor.core.option import MAX_SECONDS, Option, check_options
+from extractor.servers.api_key import API_KEY_VARIABLE, ApiKey
 from server_patch import settings as plugin
 
 DEFAULT_LAYERS: Final = "eagle3"
@@ -55,6 +57,13 @@ _FORBIDDEN: Final[Mapping[str, str]] = {
     "--speculative-algorithm": "a drafter changes what the target model computes",
     "--speculative-draft-model-path": "a drafter changes what the target model computes",
 }
+#: SGLang's arguments with a secret value, each with the shortest spelling that SGLang accepts.
+_SECRETS: Final[Mapping[str, str]] = {
+    "--api-key": "--ap",
+    "--admin-api-key": "--adm",
+    "--ssl-keyfile-password": "--ssl-keyfile-",
+}
+CONFIG_ARGUMENT: Final = "--config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +84,7 @@ class EngineOptions:
                 raise UsageError(f"give {name} to `extractor serve` itself, before the --")
             if name in _FORBIDDEN:
                 raise UsageError(f"extraction does not work with {name}: {_FORBIDDEN[name]}")
+            _require_not_secret(name)
         if self.preset not in PRESETS:
             raise UsageError(f"unknown preset {self.preset!r}; there are {', '.join(PRESETS)}")
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).is_dir():
@@ -94,8 +104,18 @@ class EngineOptions:
         while the server does not."""
         return {"PYTHONUNBUFFERED": "1", **PRESETS[self.preset][0]}
 
-    def command(self, python: str, *, engine_version: str) -> list[str]:
-        """The server's command line for that version of SGLang."""
+    @property
+    def config_path(self) -> Path | None:
+        """The file of arguments that SGLang is to read."""
+        if CONFIG_ARGUMENT not in self.arguments[:-1]:
+            return None
+        return Path(self.arguments[self.arguments.index(CONFIG_ARGUMENT) + 1])
+
+    def command(
+        self, python: str, *, engine_version: str, key_path: Path | None = None
+    ) -> list[str]:
+        """The server's command line for that version of SGLang. `key_path`: holds what
+        `key_config` makes."""
         _, preset = PRESETS[self.preset]
         command = [
             python, "-m", "sglang.launch_server",
@@ -106,6 +126,8 @@ class EngineOptions:
         ]  # fmt: skip
         if not self.radix_cache:
             command.append("--disable-radix-cache")
+        if key_path is not None:
+            command += [CONFIG_ARGUMENT, str(key_path)]
         return [*command, *preset, *self.arguments]
 
 
@@ -165,6 +187,7 @@ class ServeOptions:
     engine: EngineOptions
     plugin: PluginOptions
     log_path: Path | None = None  # default: a temporary file
+    api_key_file: Path | None = None  # with the key that the server is to ask for
     stall_s: Annotated[
         float,
         Option("--stall", "Silence after which a stall is reported.", least=0, most=MAX_SECONDS),
@@ -175,7 +198,42 @@ class ServeOptions:
 
     def environment(self, base: Mapping[str, str], *, boot_id: str) -> dict[str, str]:
         """The server's whole environment. `boot_id`: the name of this start below the dump root."""
-        return {**base, **self.engine.environment(), **self.plugin.environment(boot_id=boot_id)}
+        inherited = {name: value for name, value in base.items() if name != API_KEY_VARIABLE}
+        return {
+            **inherited,
+            **self.engine.environment(),
+            **self.plugin.environment(boot_id=boot_id),
+        }
+
+
+def key_config(key: ApiKey) -> str:
+    """A file of arguments by which SGLang learns the key: every user can read its command line.
+
+    >>> key_config(ApiKey(value='a"b', origin="here"))
+    'api-key: "a\\\\"b"\\n'
+    """
+    return f"api-key: {json.dumps(key.value)}\n"
+
+
+def holds_key(config: str) -> bool:
+    """Whether a file of arguments for SGLang names an API key.
+
+    >>> holds_key("tp-size: 2\\napi_key: sk-1\\n"), holds_key("# api-key: sk-1")
+    (True, False)
+    """
+    return re.search(r"^[\"']?api[-_]key[\"']?\s*:", config, re.MULTILINE) is not None
+
+
+def _require_not_secret(name: str) -> None:
+    """Raise UsageError for an argument of SGLang that every user could read in its command line."""
+    for secret, shortest in _SECRETS.items():
+        if secret.startswith(name) and name.startswith(shortest):
+            ours = "set EXTRACTOR_API_KEY or name an --api-key-file before the --, or "
+            raise UsageError(
+                f"{secret} after -- would show its value to every user of this machine: "
+                f"{ours if secret == '--api-key' else ''}write it to a YAML file of mode 600 "
+                f"(`{secret[2:]}: …`) and pass -- {CONFIG_ARGUMENT} FILE"
+            )
 
 
 def boundaries_of(layers: str, *, num_layers: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from extractor.core.counters import Stage
 from extractor.core.humanize import amount, counted, duration, milliseconds, rate
+from extractor.core.printable import printable
 from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.live_file import Live
 from extractor.status.watcher import Begun, Look
@@ -105,13 +106,13 @@ def standing(look: Look) -> str:
 
 def _title(look: Look) -> Text:
     title = Text(overflow="fold")
-    title.append(f"{look.out}", style="bold")
+    title.append(printable(str(look.out)), style="bold")
     title.append(
         f"  {standing(look)}", style="yellow" if look.is_over and not look.is_done else "green"
     )
     if look.begun is not None:
         identity = look.begun.identity
-        title.append(f"\n{identity.model.path}: {identity.capture_text}", style="dim")
+        title.append(printable(f"\n{identity.model.path}: {identity.capture_text}"), style="dim")
     return title
 
 
@@ -199,7 +200,7 @@ def _servers(servers: Sequence[Mapping[str, Any]]) -> Table:
     for server in servers:
         rows.append(
             (
-                server["url"],
+                Text(printable(server["url"])),
                 Text("up", style="green") if server["is_up"] else Text("away", style="yellow"),
                 f"{server['in_flight']:,} of {server['request_limit']:,}",
                 f"{server['prompts']:,}",

@@ -14,6 +14,7 @@ from extractor.core.counters import Counters
 from extractor.core.events import Reporter
 from extractor.core.humanize import amount, rate
 from extractor.core.log_line import log_line
+from extractor.core.printable import printable
 from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.report import session_document
 
@@ -43,7 +44,7 @@ class BarReporter:
         self._bar.refresh()
 
     def report(self, message: str, **_: object) -> None:
-        tqdm.write(message, file=self._stream)
+        tqdm.write(printable(message), file=self._stream)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -78,7 +79,7 @@ class LineReporter:
         )
 
     def report(self, message: str, **_: object) -> None:
-        print(message, file=self._stream, flush=True)
+        print(printable(message), file=self._stream, flush=True)
 
     def close(self) -> None:
         pass

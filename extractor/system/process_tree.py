@@ -6,17 +6,20 @@ import asyncio
 import ctypes
 import os
 import signal
+import stat
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
 
+from extractor.core.foreign_text import without_secrets
 from extractor.core.timings import DEFAULT_TIMINGS, StopTimings
 from extractor.system.shared_memory import mapped_inodes, remove_files
 from extractor.system.signals import patience_s, to_its_end
 
+MAX_LOG_CHARS = 8192  # of a message
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -24,10 +27,16 @@ class ServerProcess:
     """A running command whose output goes to a log file."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, log_path: Path, timings: StopTimings
+        self,
+        process: asyncio.subprocess.Process,
+        log_path: Path,
+        timings: StopTimings,
+        *,
+        secrets: Collection[str] = (),
     ) -> None:
         self._process = process
         self._timings = timings
+        self._secrets = secrets
         self.log_path = log_path
 
     @property
@@ -51,9 +60,10 @@ class ServerProcess:
             log.seek(max(0, self.log_size() - tail_bytes))
             return log.read().decode(errors="replace")
 
-    def last_log_line(self) -> str:
-        lines = self.log_text(tail_bytes=4096).strip().splitlines()
-        return lines[-1].strip() if lines else "(empty)"
+    def log_end(self, *, num_lines: int = 25) -> str:
+        """The last lines of the log for a person, without secrets. A line may be long."""
+        text = without_secrets(self.log_text(tail_bytes=1 << 16), secrets=self._secrets)
+        return "\n".join(text[-MAX_LOG_CHARS:].strip().splitlines()[-num_lines:])
 
     def kill(self) -> None:
         """End the whole tree by force, at once."""
@@ -97,11 +107,12 @@ async def started(
     *,
     environment: Mapping[str, str],
     log_path: Path,
+    secrets: Collection[str] = (),
     timings: StopTimings = DEFAULT_TIMINGS.stop,
 ) -> AsyncIterator[ServerProcess]:
     """Start `command`. The end of the block, or of this process, ends it and all that it
-    started."""
-    with open(log_path, "wb") as log:  # noqa: ASYNC230 - a local file, once per server
+    started. `secrets`: what its log may hold and no message."""
+    with open(log_path, "wb", opener=_private) as log:  # noqa: ASYNC230 - once per server
         process = await asyncio.create_subprocess_exec(
             *command,
             env=dict(environment),
@@ -111,12 +122,21 @@ async def started(
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-    server = ServerProcess(process, log_path, timings)
+    server = ServerProcess(process, log_path, timings, secrets=secrets)
     try:
         yield server
     finally:
         # A cancellation kills the server instead of waiting; either way no process is left behind.
         await to_its_end(server.stop(), hurry=server.kill)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a log that others cannot read: SGLang logs its arguments, the API key among them."""
+    descriptor = os.open(path, flags, 0o600)
+    facts = os.fstat(descriptor)
+    if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+        os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 def die_with_parent() -> None:

@@ -15,6 +15,7 @@ import signal
 import ssl
 from pathlib import Path
 
+from extractor.core.printable import printable
 from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import Fault, FaultPlan, faults_often, no_faults
 from server_patch.settings import BOOT_ID, DEFAULT_FILE_MODE
@@ -40,7 +41,7 @@ async def _serve(options: argparse.Namespace) -> None:
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.load_cert_chain(options.tls)
     async with server.running(host=options.host, port=options.port, tls=tls):
-        print(server.url, flush=True)
+        print(printable(server.url), flush=True)
         await stop.wait()
 
 

@@ -22,7 +22,7 @@ from hostile.make import HERE, REASONS, files
 
 from extractor.core.errors import ExtractorError, ServerError, UsageError
 from extractor.dumps.dump_reader import BrokenFile, DumpWatcher, Rank
-from extractor.servers.client import API_KEY_VARIABLE
+from extractor.servers.api_key import API_KEY_VARIABLE
 from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from extractor.verify.repair import audit_and_repair

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import stat
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from extractor.core.errors import (
     exit_code,
 )
 from extractor.core.timings import DEFAULT_TIMINGS, StopTimings, Timings
+from extractor.servers.api_key import API_KEY_VARIABLE, ApiKey
 from extractor.servers.client import Client
 from extractor.servers.launcher import StartStage, free_port, running_server
 from extractor.servers.sglang_flags import EngineOptions, PluginOptions, ServeOptions
@@ -35,6 +38,19 @@ from extractor.testing.__main__ import main
 sys.argv = ["testing", "--dump-root", {root!r}, "--port", "{port}"]
 main()
 """
+KEY = "sk-secret-0815"
+#: One that logs how it was given its key.
+KEYED = (
+    """
+import json, os, sys
+config = sys.argv[1]
+print(json.dumps({{
+    "path": config, "config": open(config).read(), "mode": os.stat(config).st_mode & 0o777,
+    "variable": os.environ.get("EXTRACTOR_API_KEY"),
+}}), flush=True)
+"""
+    + GOOD
+)
 #: One whose plugin gives up.
 REFUSED = """
 import asyncio, os, pathlib, sys
@@ -80,7 +96,9 @@ def options_for(
     )
     text = script.format(root=str(root), port=options.engine.port) if "{" in script else script
     monkeypatch.setattr(
-        EngineOptions, "command", lambda self, python, engine_version: [sys.executable, "-c", text]
+        EngineOptions,
+        "command",
+        lambda self, python, engine_version, key_path: [sys.executable, "-c", text, str(key_path)],
     )
     return options
 
@@ -155,6 +173,64 @@ async def test_a_stall_names_the_stage_the_last_line_and_what_to_try(
     assert "since 'log growing'" in message
     assert "loading shard 3 of 9" in message
     assert StartStage.LOGGING.advice in message
+
+
+async def test_the_key_is_handed_over_in_a_file_that_is_gone_when_the_server_is_up(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text(f"{KEY}\n")
+    key_file.chmod(0o600)
+    monkeypatch.setenv(API_KEY_VARIABLE, "sk-another")
+    options = options_for(KEYED, dump_root, tmp_path, monkeypatch)
+    (tmp_path / "log").touch(0o644)
+    async with running_server(
+        replace(options, api_key_file=key_file), report=lambda _: None
+    ) as server:
+        seen = json.loads(server.process.log_text().splitlines()[0])
+        command = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+        assert not Path(seen["path"]).exists()
+    assert (seen["config"], seen["mode"], seen["variable"]) == (f'api-key: "{KEY}"\n', 0o600, None)
+    assert KEY.encode() not in command
+    assert stat.S_IMODE((tmp_path / "log").stat().st_mode) == 0o600
+
+
+async def test_the_key_is_in_no_message_about_a_server_that_dies(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    made: list[Path] = []
+    really_make = extractor.servers.launcher._key_path
+
+    def remember(engine: EngineOptions, key: ApiKey) -> Path | None:
+        made.extend([path] if (path := really_make(engine, key)) else [])
+        return path
+
+    monkeypatch.setattr(extractor.servers.launcher, "_key_path", remember)
+    script = f"print('server_args=(api_key={KEY!r})'); raise SystemExit(7)"
+    options = options_for(script, dump_root, tmp_path, monkeypatch)
+    with pytest.raises(ServerError, match=r"server_args=\(api_key='\[removed\]'\)"):
+        async with running_server(options, report=lambda _: None):
+            pass
+    assert [path.exists() for path in made] == [False]
+
+
+async def test_a_key_needs_a_place_in_the_users_own_file_of_arguments(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, KEY)
+    config = tmp_path / "sglang.yaml"
+    config.write_text("tp-size: 1\n")
+    options = options_for(DEAD, dump_root, tmp_path, monkeypatch)
+    engine = replace(options.engine, arguments=("--config", str(config)))
+    options = replace(options, engine=engine)
+    with pytest.raises(UsageError, match=f"write `api-key: …` into {config}"):
+        async with running_server(options, report=lambda _: None):
+            pass
+    config.write_text("tp-size: 1\napi-key: sk-1\n")
+    with pytest.raises(ServerError, match="status 7"):
+        async with running_server(options, report=lambda _: None):
+            pass
 
 
 async def test_a_server_that_dies_is_reported_with_the_end_of_its_log(

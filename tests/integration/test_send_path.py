@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from acceptance.tool import fake_server
-from helpers import Notes, assert_whole, make_prompts, options_for, run, write_prompts
+from helpers import Notes, assert_whole, make_prompts, options_for, quick, run, write_prompts
 
 from extractor.dispatch.prompt_task import PromptTasks
 from extractor.shards.sequence import ShardSequence
@@ -105,7 +105,8 @@ async def test_one_prompt_passes_the_stops_that_the_architecture_page_lists_and_
             FakeServer(dump_root), path, tmp_path / "out", server_urls=(fake.url,)
         )
         with tracing(monkeypatch) as trace:
-            await run(options, Notes())
+            # One visit reads the whole file, however busy the machine is.
+            await run(options, Notes(), timings=quick(dispatch={"read_s": 60.0}))
     assert_whole(tmp_path / "out", prompts)
     assert len(stops()) <= MAX_STOPS
     assert set(stops()) <= trace.modules, "a stop that no prompt passes"

@@ -19,7 +19,7 @@ import pytest
 from packaging.version import Version
 
 from extractor.servers.refusals import BY_MESSAGE
-from extractor.servers.sglang_flags import graph_arguments
+from extractor.servers.sglang_flags import CONFIG_ARGUMENT, graph_arguments
 from plugin.wheels import (
     IndexUnreachable,
     Source,
@@ -37,6 +37,8 @@ pytestmark = [
     pytest.mark.xdist_group("wheels"),  # one worker fetches and reads them
 ]
 
+#: What every release is given; `--api-key` within the file of `--config`.
+FLAGS = ("--disable-radix-cache", "--model-path", CONFIG_ARGUMENT, "--api-key")
 #: Model file -> how its setter sets the capture points, and the first release with it. One that
 #: is not here works as well: what it set is read back, as for these.
 SETTERS = {
@@ -109,12 +111,21 @@ def test_each_release_words_its_refusals_as_the_client_expects(source: Source) -
     assert all(message in words for message in BY_MESSAGE)
 
 
+def test_each_release_reads_arguments_from_a_file(source: Source) -> None:
+    """In `prepare_server_args`, in its own process: the command line does not change."""
+    (module,) = [path for path in source.files if path.endswith("/server_args_config_parser.py")]
+    assert "yaml.safe_load" in source.text(module)
+    launch = source.text("sglang/srt/server_args.py")
+    assert "merge_config_with_args(argv)" in launch
+    assert f'"{CONFIG_ARGUMENT}" in argv' in launch
+
+
 def problems_of(source: Source) -> list[str]:
     """Everything of the table that this release does not have, by name."""
     found = [problem for target in TARGETS if (problem := source.missing(target))]
     found += [
         f"SGLang {source.release} has no argument {flag}"
-        for flag in (*flags_passed(source.release), "--disable-radix-cache", "--model-path")
+        for flag in (*flags_passed(source.release), *FLAGS)
         if not source.has_flag(flag)
     ]
     found += [

@@ -22,6 +22,13 @@ MAX_ENTRIES = 13  # of extractor/, without __init__, __main__ and py.typed
 MAX_LEVELS = 8
 MAX_ATTRIBUTES = 10
 MAX_ARGUMENTS = 8
+#: What prints for people, and escapes what it prints (`extractor/core/printable.py`).
+SINKS = {
+    "extractor/cli/console.py",
+    "extractor/cli/log.py",
+    "extractor/status/reporters.py",
+    "extractor/testing/__main__.py",
+}
 _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 _DOTTED_CONSTANT = re.compile(rf"({'|'.join(PACKAGES)})(\.\w+)*\.{_CONSTANT.pattern}")
 
@@ -106,6 +113,36 @@ def levels_of_the_import_contract() -> set[str]:
     return {c["name"] for c in layered if len(c["layers"]) > MAX_LEVELS}
 
 
+def prints(tree: ast.Module) -> bool:
+    """Whether a module writes to the standard streams."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name("print")):
+                return True
+            case ast.Call(
+                func=ast.Attribute(
+                    value=ast.Name("click" | "tqdm" | "rich" | "console"),
+                    attr="echo" | "secho" | "echo_via_pager" | "write" | "print" | "print_json",
+                )
+            ):
+                return True
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(ast.Name("sys"), _), attr=name)):
+                if name.startswith("write"):
+                    return True
+            case ast.ImportFrom(module="click", names=names):
+                if {"echo", "secho"} & {name.name for name in names}:
+                    return True
+            case ast.Call(func=ast.Attribute(attr="StreamHandler")):
+                return True
+    return False
+
+
+def modules_that_print() -> set[str]:
+    found = {str(path) for path, tree in trees("extractor", "manifest", "prompts") if prints(tree)}
+    assert found >= SINKS
+    return found - SINKS
+
+
 def constants_patched(tree: ast.Module) -> Iterator[str]:
     """Constants of modules that a test replaces."""
     for node in ast.walk(tree):
@@ -177,6 +214,7 @@ RULES: dict[str, Callable[[], set[str]]] = {
         constructors_with_many_arguments,
         entries_of_extractor,
         levels_of_the_import_contract,
+        modules_that_print,
         patches_of_constants,
         files_by_path_under_the_dump_root,
     )
@@ -219,6 +257,9 @@ class Large:
     assert attributes(large) == {"one", "two", "three", "four"}
     opening = "os.unlink(p); open(p); Path(p).glob('*'); directory.unlink('x'); directory.open(p)"
     assert {*operations_by_path(ast.parse(opening))} == {"os.unlink", "open", "glob"}
+    for source in ("print(1)", "click.echo(1)", "sys.stderr.write(1)", "tqdm.write(1)"):
+        assert prints(ast.parse(source))
+    assert not prints(ast.parse("file.write(1); sys.stdout.isatty(); print_text(1)"))
     patches = """
 monkeypatch.setattr(module, "PAUSE_S", 0)
 monkeypatch.setattr("extractor.one.MAX_ROWS", 0)

@@ -72,6 +72,41 @@ def test_the_plugin_understands_the_variables_it_is_given(tmp_path: Path) -> Non
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("argument", "secret"),
+    [
+        ("--api-key", "--api-key"), ("--api-key=sk-1", "--api-key"), ("--api-k", "--api-key"),
+        ("--ap=sk-1", "--api-key"), ("--admin-api-key=sk-1", "--admin-api-key"),
+        ("--admin", "--admin-api-key"), ("--ssl-keyfile-p=sk-1", "--ssl-keyfile-password"),
+    ],
+)  # fmt: skip
+def test_a_secret_among_the_arguments_is_refused_and_not_repeated(
+    argument: str, secret: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{secret} after -- .* mode 600 .* --config") as caught:
+        engine(arguments=("--tp-size", "2", argument, "sk-1"))
+    assert "sk-1" not in str(caught.value)
+    assert ("--api-key-file" in str(caught.value)) is (secret == "--api-key")
+
+
+def test_arguments_that_begin_alike_are_none() -> None:
+    assert engine(arguments=("--ssl-keyfile", "f", "--a")).arguments
+
+
+def test_the_server_reads_its_key_from_a_file() -> None:
+    command = engine(arguments=("--tp-size", "2")).command(
+        "p", engine_version="0.5.23", key_path=Path("/key.yaml")
+    )
+    assert command[-4:] == ["--config", "/key.yaml", "--tp-size", "2"]
+
+
+def test_the_server_does_not_inherit_our_variable() -> None:
+    options = ServeOptions(engine=engine(), plugin=PluginOptions())
+    made = options.environment({"EXTRACTOR_API_KEY": "sk-1", "HOME": "/"}, boot_id="b")
+    assert "EXTRACTOR_API_KEY" not in made
+    assert made["HOME"] == "/"
+
+
 def test_a_relative_dump_root_is_made_absolute() -> None:
     made = PluginOptions(dump_root=Path("here")).environment(boot_id="b")
     assert Path(made["SGLANG_HS_DUMP_DIR"]).is_absolute()
