@@ -65,7 +65,7 @@ class Directory:
         """Open a directory in this one. Raises OSError, also for a link; UnsafeFile for one of a
         user who is not among `owners`."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(component(name), flags, dir_fd=self.descriptor)
+        descriptor = self._open(name, flags)
         found = Directory(descriptor, self.path / name, owners=self.owners)
         self._require_owner(os.fstat(descriptor), name)
         return found
@@ -103,6 +103,14 @@ class Directory:
         """The facts of an entry itself, a link's not its target's. Raises OSError."""
         return os.stat(component(name), dir_fd=self.descriptor, follow_symlinks=False)
 
+    def exists(self, name: str) -> bool:
+        """Whether anything has that name, also a link to nowhere. Raises OSError."""
+        try:
+            self.stat(name)
+        except FileNotFoundError:
+            return False
+        return True
+
     def is_regular(self, name: str) -> bool:
         """Whether there is a regular file of that name."""
         with suppress(OSError):
@@ -139,12 +147,12 @@ class Directory:
     # --- writing -----------------------------------------------------------------------------
 
     def create(self, name: str, *, mode: int) -> int:
-        """Make a new file with exactly these permission bits; its descriptor for writing.
+        """Make a new file with exactly these permission bits; its descriptor to read and write.
 
         Raises FileExistsError, also where a link has the name; OSError.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(component(name), flags, mode, dir_fd=self.descriptor)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = self._open(name, flags, mode)
         try:
             os.fchmod(descriptor, mode)  # whatever the umask took away
         except BaseException:
@@ -153,18 +161,20 @@ class Directory:
         return descriptor
 
     def open_to_write(self, name: str, *, mode: int) -> int:
-        """Open a file of this user's for reading and writing, made where there is none.
+        """Open a file for reading and writing; where there is none, `create` it.
 
-        Raises OSError; UnsafeFile where writing would change anything but a file of ours: a link, a
-        second name of another file, a device.
+        It must belong to this user, or to the directory's owner, who can replace it anyway. Raises
+        OSError; UnsafeFile where writing would change any other file: through a link, through its
+        second name here, or a device.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = self._open(name, flags, mode)
+        with suppress(FileExistsError):
+            return self.create(name, mode=mode)
+        descriptor = self._open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             facts = self._require_regular(descriptor, name)
             if facts.st_nlink > 1:
                 raise self._unsafe(name, "has a second name elsewhere")
-            if facts.st_uid != os.geteuid():
+            if facts.st_uid not in (os.geteuid(), os.fstat(self.descriptor).st_uid):
                 raise self._unsafe(name, f"belongs to user {facts.st_uid}")
         except BaseException:
             os.close(descriptor)
@@ -181,7 +191,7 @@ class Directory:
         error the new file is removed and OSError is raised.
         """
         component(name)
-        with self._new_file(mode) as (temporary, descriptor):
+        with self.new_file(mode=mode) as (temporary, descriptor):
             size_bytes = _write_all(descriptor, parts)
             if is_durable:
                 os.fsync(descriptor)
@@ -191,7 +201,12 @@ class Directory:
         return size_bytes
 
     @contextmanager
-    def _new_file(self, mode: int) -> Iterator[tuple[str, int]]:
+    def new_file(self, *, mode: int) -> Iterator[tuple[str, int]]:
+        """A new file under a random name, to be renamed or removed in the block: name, descriptor.
+
+        On any error in the block it is removed. `remove_unfinished` removes what a killed process
+        left. Raises OSError.
+        """
         temporary = f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}"
         descriptor = self.create(temporary, mode=mode)
         try:
@@ -218,6 +233,17 @@ class Directory:
         """Remove a file, or a link itself, if it is still there. Raises OSError."""
         with suppress(FileNotFoundError):
             os.unlink(component(name), dir_fd=self.descriptor)
+
+    def remove_unfinished(self) -> None:
+        """Remove this user's files that a killed process had not finished. Raises OSError.
+
+        Only for the one process that writes here: those of a live one would be lost.
+        """
+        for name in self.names():
+            if name.startswith(TEMPORARY_PREFIX):
+                facts = self.stat(name)
+                if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+                    self.unlink(name)
 
     def remove_subdirectory(self, name: str) -> None:
         """Remove an empty directory. Raises OSError."""

@@ -13,9 +13,9 @@ from typing import Any
 from extractor.core.errors import UsageError
 from extractor.core.humanize import counted, table
 from extractor.core.timings import DEFAULT_TIMINGS
-from extractor.intake.prompt_files import STDIN_NAME, scan_prompts
+from extractor.intake.prompt_files import scan_prompts
 from extractor.servers.client import Client
-from prompts.paths import STDIN
+from prompts.paths import STDIN, Spool
 from prompts.render import Renderer
 from prompts.stream import raw_rows
 from prompts.types import BadRow, Prompt
@@ -118,7 +118,8 @@ def show_row(words: Sequence[Path], renderer: Renderer, number: int) -> Shown:
     Raises UsageError where there are not so many rows, InputError.
     """
     with tempfile.TemporaryDirectory(prefix="show-") as scratch:
-        files = scan_prompts(words, renderer.options, spool_directory=Path(scratch))
+        spool = Spool(Path(scratch))
+        files = scan_prompts(words, renderer.options, spool=spool)
         num_rows = sum(file.num_rows for file in files)
         if not 0 <= number < num_rows:
             rows_there = counted(num_rows, "row")
@@ -128,7 +129,7 @@ def show_row(words: Sequence[Path], renderer: Renderer, number: int) -> Shown:
         rows = raw_rows(files, renderer.options, skip=lambda ordinal: ordinal != number)
         with closing(rows):
             item = renderer.prompt_from(next(rows))
-        if item.origin.source == str(Path(scratch) / STDIN_NAME):
+        if item.origin.source == str(spool.path):
             item = replace(item, origin=replace(item.origin, source=STDIN))
     return Shown(item=item, num_rows=num_rows, runs=_runs(item, renderer))
 

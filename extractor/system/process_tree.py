@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -101,7 +102,9 @@ async def started(
 ) -> AsyncIterator[ServerProcess]:
     """Start `command`. The end of the block, or of this process, ends it and all that it
     started."""
-    with open(log_path, "wb") as log:  # noqa: ASYNC230 - a local file, once per server
+    # Prompts may be in it: for this user alone, unless it is there with other permissions.
+    private = partial(os.open, mode=0o600)
+    with open(log_path, "wb", opener=private) as log:  # noqa: ASYNC230 - a local file, once
         process = await asyncio.create_subprocess_exec(
             *command,
             env=dict(environment),

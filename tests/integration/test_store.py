@@ -41,10 +41,7 @@ from manifest.states import IllegalTransition, Reason, State
 from manifest.store import Store
 
 SOURCE = Source(number=0, path="p.jsonl", size_bytes=10, digest="d", num_rows=100)
-SHARD = Shard(
-    number=0, name="shard-000000.safetensors", data_start=4096, is_sealed=False, size_bytes=4096,
-    num_samples=0,
-)  # fmt: skip
+SHARD = Shard(number=0, data_start=4096, is_sealed=False, size_bytes=4096, num_samples=0)
 
 
 def origin(ordinal: int) -> SourceRow:
