@@ -47,12 +47,13 @@ from extractor.servers.client import Client, clients_of
 from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import Target, require_targets
-from extractor.shards.output_dir import OutputDirectory, held, manifest_warning, prepare_out
+from extractor.shards.output_dir import OutputDirectory, manifest_warning, prepare_out
 from extractor.shards.recovery import Reconciled, reconcile, require_begun, require_manifest
 from extractor.shards.sequence import seal_left_open
 from extractor.shards.writer import ShardSettings
 from extractor.status.live_file import LiveFile
 from extractor.status.reporters import Together
+from extractor.system.lock import exclusive
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
@@ -85,7 +86,10 @@ async def run(
     if (warning := manifest_warning(out)) is not None:
         reporter.report(warning, level="warning")
     try:
-        with held(out, file_mode=file_mode) as output:
+        with (
+            exclusive(out, file_mode=file_mode) as directory,
+            OutputDirectory.opened(directory, file_mode=file_mode) as output,
+        ):
             require_manifest(out)
             live_file = LiveFile(
                 output.out, file_mode=file_mode, interval_s=timings.status.live_interval_s

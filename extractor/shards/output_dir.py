@@ -18,7 +18,6 @@ from extractor.system.files import (
     free_bytes,
     require_directory,
 )
-from extractor.system.lock import exclusive
 from server_patch.directory import Directory
 from server_patch.settings import DEFAULT_FILE_MODE, directory_mode
 
@@ -91,25 +90,20 @@ class OutputDirectory:
     shards: Directory  # in it
     file_mode: int  # permission bits of new files
 
+    @classmethod
+    @contextmanager
+    def opened(cls, out: Directory, *, file_mode: int) -> Iterator[OutputDirectory]:
+        """Open the shards' directory, or make it. Raises SpaceError, and UsageError where it is
+        not one."""
+        with _shards_of(out, file_mode=file_mode) as shards:
+            yield cls(out=out, shards=shards, file_mode=file_mode)
+
     def write(self, name: str, data: bytes) -> None:
         """Replace a file durably: there is the old content or the new. Raises OSError."""
         self.out.write_whole(name, [data], mode=self.file_mode, is_durable=True)
 
 
-@contextmanager
-def held(out: Path, *, file_mode: int) -> Iterator[OutputDirectory]:
-    """Lock a data set and open its directories.
-
-    Raises OutputBusy, SpaceError, and UsageError where its shards lie elsewhere.
-    """
-    with (
-        exclusive(out, file_mode=file_mode) as directory,
-        _made_shards(directory, file_mode=file_mode) as shards,
-    ):
-        yield OutputDirectory(out=directory, shards=shards, file_mode=file_mode)
-
-
-def _made_shards(out: Directory, *, file_mode: int) -> Directory:
+def _shards_of(out: Directory, *, file_mode: int) -> Directory:
     try:
         with suppress(FileExistsError):
             return out.make_subdirectory(SHARDS_DIRECTORY, mode=directory_mode(file_mode))

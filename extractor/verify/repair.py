@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME, MANIFEST_NAME
 from extractor.core.run_options import DEFAULT_SHARD_BYTES
 from extractor.shards.dataset import dataset_document
-from extractor.shards.output_dir import OutputDirectory, held
+from extractor.shards.output_dir import OutputDirectory
 from extractor.shards.recovery import ManifestLost
 from extractor.shards.writer import ShardSettings, ShardWriter
 from extractor.status.live_file import LIVE_NAME
+from extractor.system.lock import exclusive
 from extractor.verify.audit import audit, open_manifest
 from extractor.verify.findings import Audit, FindingKind, Findings, Progress
 from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceError
@@ -91,8 +92,14 @@ def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple
     with suppress(ManifestDamaged, ManifestLost):
         open_manifest(out).close()
     try:
-        with held(out, file_mode=_file_mode(out)) as output:
+        file_mode = _file_mode(out)
+        with ExitStack() as stack:
+            directory = stack.enter_context(exclusive(out, file_mode=file_mode))
             found = audit(out, progress=progress)
+            try:
+                output = stack.enter_context(OutputDirectory.opened(directory, file_mode=file_mode))
+            except UsageError as error:
+                return found, Repair(refused=str(error))
             return found, _repair(output, found)
     except OSError as error:
         raise storage_error(error, where=out) from error

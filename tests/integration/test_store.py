@@ -334,7 +334,9 @@ def test_a_manifest_of_the_first_version_is_brought_up_to_date(path: Path) -> No
     database = Database(sqlite3.connect(path, isolation_level=None))
     migrations.apply(database, stop_before="m002_tallies")
     database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 3)")
-    database.execute("INSERT INTO shards (number, name, data_start) VALUES (0, 's', 4096)")
+    database.execute(
+        "INSERT INTO shards (number, name, data_start) VALUES (0, 'shard-000000.safetensors', 4096)"
+    )
     columns = (
         "ordinal, source, line, key, num_tokens, num_trained, state, shard, offset, size_bytes, "
         "digest, reason"
@@ -367,7 +369,9 @@ def test_a_manifest_with_triggers_goes_on_without(path: Path) -> None:
     database = Database(sqlite3.connect(path, isolation_level=None))
     migrations.apply(database, stop_before="m004_tallies_by_batch")
     database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 3)")
-    database.execute("INSERT INTO shards (number, name, data_start) VALUES (0, 's', 4096)")
+    database.execute(
+        "INSERT INTO shards (number, name, data_start) VALUES (0, 'shard-000000.safetensors', 4096)"
+    )
     for ordinal in range(3):
         database.execute(
             "INSERT INTO prompts (ordinal, source, line, key, num_tokens, state, num_deaths) "
@@ -391,7 +395,7 @@ def six_states(path: Path) -> None:
     database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 8, NULL)")
     database.execute(
         "INSERT INTO shards (number, name, data_start, end_bytes, num_samples) "
-        "VALUES (0, 's', 4096, 4196, 1)"
+        "VALUES (0, 'shard-000000.safetensors', 4096, 4196, 1)"
     )
     for ordinal, state in enumerate(
         ("planned", "sent", "dumped", "verified", "sent", "stored", "failed")
