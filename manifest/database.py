@@ -29,7 +29,7 @@ from manifest.exceptions import (
     ManifestSpaceError,
 )
 from manifest.schema import migrations
-from server_patch.directory import Directory
+from server_patch.directory import Directory, UnsafeFile
 
 #: STRICT tables need 3.37; everything else is older.
 MIN_SQLITE = (3, 37, 0)
@@ -43,7 +43,7 @@ def open_for_writing(path: Path, *, file_mode: int) -> Database:
     _require_sqlite()
     with explained(path):
         with _opened_directory(path) as directory:
-            _require_regular_companions(directory, path)
+            _require_safe_companions(directory, path, mode="rw")
             if not directory.exists(path.name):
                 os.close(directory.create(path.name, mode=file_mode))
             connection = _connected(directory, path, mode="rw")
@@ -67,7 +67,7 @@ def open_for_reading(path: Path) -> Database:
                 raise _missing(path)
             if directory.is_regular(path.name):
                 _require_content(path, directory.stat(path.name).st_size)
-            _require_regular_companions(directory, path)
+            _require_safe_companions(directory, path, mode="ro")
             connection = _connected(directory, path, mode="ro")
         try:
             database = Database(connection)
@@ -115,11 +115,7 @@ def _connected(directory: Directory, path: Path, *, mode: str) -> sqlite3.Connec
     directory and puts a pipe or another file's second name in place of a companion between the look
     at it and its use: SQLite would wait, or write there. For that, keep OUT to yourself.
     """
-    facts = directory.stat(path.name)
-    if not stat.S_ISREG(facts.st_mode):
-        raise damaged(path, "not a regular file")
-    if mode == "rw" and facts.st_nlink > 1:
-        raise damaged(path, "has a second name elsewhere")
+    facts = _regular(directory, path.name, mode=mode)
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None
     )
@@ -158,18 +154,27 @@ def _migrated_copy(connection: sqlite3.Connection) -> Database:
     return database
 
 
-def _require_regular_companions(directory: Directory, path: Path) -> None:
-    """Raise ManifestDamaged for a companion that is not a regular file, or is one with a second
-    name: SQLite would wait at a pipe, or write to the other file."""
+def _require_safe_companions(directory: Directory, path: Path, *, mode: str) -> None:
+    """Raise ManifestDamaged for a companion that is not a regular file, or has a second name:
+    SQLite would wait at a pipe, or write to the other file, even a reader."""
     for suffix in ("-journal", "-wal", "-shm"):
-        name = path.name + suffix
-        if not directory.exists(name):
-            continue
-        facts = directory.stat(name)
-        if not stat.S_ISREG(facts.st_mode):
-            raise damaged(directory.path / name, "not a regular file")
-        if facts.st_nlink > 1:
-            raise damaged(directory.path / name, "has a second name elsewhere")
+        if directory.exists(name := path.name + suffix):
+            facts = _regular(directory, name, mode=mode)
+            if facts.st_nlink > 1:
+                raise damaged(directory.path / name, "has a second name elsewhere")
+
+
+def _regular(directory: Directory, name: str, *, mode: str) -> os.stat_result:
+    """The facts of a regular file; of ours, to write to it. Raises ManifestDamaged."""
+    facts = directory.stat(name)
+    try:
+        if mode == "rw":
+            directory.require_ours(facts, name)
+    except UnsafeFile as error:
+        raise damaged(directory.path / name, str(error.strerror)) from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise damaged(directory.path / name, "not a regular file")
+    return facts
 
 
 def _text(data: bytes) -> str | bytes:

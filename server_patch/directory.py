@@ -163,19 +163,13 @@ class Directory:
     def open_to_write(self, name: str, *, mode: int) -> int:
         """Open a file for reading and writing; where there is none, `create` it.
 
-        It must belong to this user, or to the directory's owner, who can replace it anyway. Raises
-        OSError; UnsafeFile where writing would change any other file: through a link, through its
-        second name here, or a device.
+        Raises OSError, and UnsafeFile as `require_ours` does, also for a link.
         """
         with suppress(FileExistsError):
             return self.create(name, mode=mode)
         descriptor = self._open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            facts = self._require_regular(descriptor, name)
-            if facts.st_nlink > 1:
-                raise self._unsafe(name, "has a second name elsewhere")
-            if facts.st_uid not in (os.geteuid(), os.fstat(self.descriptor).st_uid):
-                raise self._unsafe(name, f"belongs to user {facts.st_uid}")
+            self.require_ours(os.fstat(descriptor), name)
         except BaseException:
             os.close(descriptor)
             raise
@@ -269,6 +263,19 @@ class Directory:
                 raise self._unsafe(name, "not a regular file") from error
             error.filename = str(self.path / name)
             raise
+
+    def require_ours(self, facts: os.stat_result, name: str) -> None:
+        """Raise UnsafeFile if writing to a file would change anything but a file of ours.
+
+        It must be regular, have one name, and belong to this user, or to the directory's owner, who
+        can replace it anyway.
+        """
+        if not stat.S_ISREG(facts.st_mode):
+            raise self._unsafe(name, "not a regular file")
+        if facts.st_nlink > 1:
+            raise self._unsafe(name, "has a second name elsewhere")
+        if facts.st_uid not in (os.geteuid(), os.fstat(self.descriptor).st_uid):
+            raise self._unsafe(name, f"belongs to user {facts.st_uid}")
 
     def _require_regular(self, descriptor: int, name: str) -> os.stat_result:
         facts = os.fstat(descriptor)

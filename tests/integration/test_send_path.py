@@ -31,6 +31,7 @@ USED = (
     "extractor/core/", "extractor/system/", "manifest/", "prompts/types.py",
     "server_patch/dump_format.py", "extractor/dispatch/limiter.py",
     "extractor/dispatch/suspects.py", "server_patch/fields.py", "extractor/shards/format.py",
+    "server_patch/directory.py",
 )  # fmt: skip
 #: What brings the prompt to the first stop, and waits for the session's end.
 BEFORE = (
