@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 from collections.abc import Iterable
@@ -98,6 +99,9 @@ class Spool:
             self._unfinished = None
 
     def _keep(self, stream: BinaryIO, directory: Directory, name: str, descriptor: int) -> None:
+        # The stream may take long: a run that begins here meanwhile removes what is not locked.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         with open(descriptor, "r+b", closefd=False) as copy:
             while data := stream.read(CHUNK_BYTES):
                 copy.write(data)

@@ -9,6 +9,7 @@ library only.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -231,13 +232,23 @@ class Directory:
     def remove_unfinished(self) -> None:
         """Remove this user's files that a killed process had not finished. Raises OSError.
 
-        Only for the one process that writes here: those of a live one would be lost.
+        Only for the one process that writes here; another one keeps a file by a lock (`flock`).
         """
         for name in self.names():
-            if name.startswith(TEMPORARY_PREFIX):
+            if not name.startswith(TEMPORARY_PREFIX):
+                continue
+            with suppress(FileNotFoundError, BlockingIOError):
                 facts = self.stat(name)
                 if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
-                    self.unlink(name)
+                    self._unlink_unlocked(name)
+
+    def _unlink_unlocked(self, name: str) -> None:
+        descriptor, _ = self.open_file(name)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.unlink(name)
+        finally:
+            os.close(descriptor)
 
     def remove_subdirectory(self, name: str) -> None:
         """Remove an empty directory. Raises OSError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -223,9 +224,11 @@ async def test_what_a_killed_run_had_not_finished_is_removed_and_nothing_else(
     out.mkdir()
     (out / ".tmp-0123456789abcdef").write_bytes(bytes(100))
     (out / ".tmp-link").symlink_to(victim)
-    await run(options, notes)
+    with (out / ".tmp-locked").open("wb") as locked:  # by another run, which reads standard input
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        await run(options, notes)
     assert {path.name for path in out.iterdir()} == {
-        ".tmp-link", LOCK_NAME, "dataset.json", MANIFEST_NAME, "shards",
+        ".tmp-link", ".tmp-locked", LOCK_NAME, "dataset.json", MANIFEST_NAME, "shards",
     }  # fmt: skip
 
 
