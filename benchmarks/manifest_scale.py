@@ -106,9 +106,8 @@ def begin(store: Store, rows: int) -> None:
     )
     for number in range(rows // SAMPLES_PER_SHARD + 1):
         store.add_shard(
-            Shard(number=number, name=f"shard-{number:06d}", data_start=4096, is_sealed=False,
-                  size_bytes=4096, num_samples=0)
-        )  # fmt: skip
+            Shard(number=number, data_start=4096, is_sealed=False, size_bytes=4096, num_samples=0)
+        )
 
 
 def apply(store: Store, changes: Iterator[Change]) -> None:

@@ -14,7 +14,7 @@ import sqlite3
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -29,18 +29,24 @@ from manifest.exceptions import (
     ManifestSpaceError,
 )
 from manifest.schema import migrations
+from server_patch.directory import Directory, UnsafeFile
 
 #: STRICT tables need 3.37; everything else is older.
 MIN_SQLITE = (3, 37, 0)
 
 
-def open_for_writing(path: Path) -> Database:
-    """Open the file; create it and its tables if they are missing. Raises ManifestError."""
+def open_for_writing(path: Path, *, file_mode: int) -> Database:
+    """Open the file; create it and its tables if they are missing. Raises ManifestError.
+
+    file_mode: permission bits of a new file; SQLite gives them to its companions, too.
+    """
     _require_sqlite()
-    _require_regular_companions(path)
     with explained(path):
-        connection = sqlite3.connect(path, isolation_level=None)
-        connection.text_factory = _text
+        with _opened_directory(path) as directory:
+            _require_safe_companions(directory, path, mode="rw")
+            if not directory.exists(path.name):
+                os.close(directory.create(path.name, mode=file_mode))
+            connection = _connected(directory, path, mode="rw")
         database = Database(connection)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
@@ -55,25 +61,15 @@ def open_for_writing(path: Path) -> Database:
 def open_for_reading(path: Path) -> Database:
     """Open for reading, also during writes. Raises ManifestMissing, ManifestError."""
     _require_sqlite()
-    if not path.exists():
-        raise ManifestMissing(
-            f"{path}: no manifest there. Name the directory given to `extractor run --out`."
-        )
-    if not path.is_file():
-        raise damaged(path, "not a regular file")
-    if not (size := path.stat().st_size):
-        raise ManifestMissing(
-            f"{path} is an empty file: no data set was begun there, or its manifest was lost."
-        )
-    if size < 100:  # SQLite treats it as an empty database
-        raise damaged(path, f"{size} bytes are less than its header has")
-    _require_regular_companions(path)
     with explained(path):
-        connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None
-        )
+        with _opened_directory(path) as directory:
+            if not directory.exists(path.name):
+                raise _missing(path)
+            if directory.is_regular(path.name):
+                _require_content(path, directory.stat(path.name).st_size)
+            _require_safe_companions(directory, path, mode="ro")
+            connection = _connected(directory, path, mode="ro")
         try:
-            connection.text_factory = _text
             database = Database(connection)
             if pending := _check_version(database, path):
                 if schema_of(database) == expected_schema():
@@ -83,6 +79,61 @@ def open_for_reading(path: Path) -> Database:
             connection.close()
             raise
         return database
+
+
+@contextmanager
+def _opened_directory(path: Path) -> Iterator[Directory]:
+    try:
+        directory = Directory.open(path.parent)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(path) from error
+    with directory:
+        yield directory
+
+
+def _missing(path: Path) -> ManifestMissing:
+    return ManifestMissing(
+        f"{path}: no manifest there. Name the directory given to `extractor run --out`."
+    )
+
+
+def _require_content(path: Path, size: int) -> None:
+    if not size:
+        raise ManifestMissing(
+            f"{path} is an empty file: no data set was begun there, or its manifest was lost."
+        )
+    if size < 100:  # SQLite treats it as an empty database
+        raise damaged(path, f"{size} bytes are less than its header has")
+
+
+def _connected(directory: Directory, path: Path, *, mode: str) -> sqlite3.Connection:
+    """Connect to the regular file `path` of `directory`. Raises ManifestDamaged for anything else.
+
+    SQLite opens files by their paths. So the file is looked at before, and the one that SQLite has
+    opened must be the same, before anything is read from it or written to it. Its companions SQLite
+    opens later, by itself, without following links. What remains is a user who may write to the
+    directory and puts a pipe or another file's second name in place of a companion between the look
+    at it and its use: SQLite would wait, or write there. For that, keep OUT to yourself.
+    """
+    facts = _regular(directory, path.name, mode=mode)
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None
+    )
+    if (facts.st_dev, facts.st_ino) not in _open_files():
+        connection.close()
+        raise damaged(path, "another file was put in its place meanwhile")
+    connection.text_factory = _text
+    return connection
+
+
+def _open_files() -> set[tuple[int, int]]:
+    """Device and inode of every file that this process has open."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing
+            facts = os.fstat(int(descriptor))
+            found.add((facts.st_dev, facts.st_ino))
+    return found
 
 
 def _migrated_copy(connection: sqlite3.Connection) -> Database:
@@ -103,13 +154,27 @@ def _migrated_copy(connection: sqlite3.Connection) -> Database:
     return database
 
 
-def _require_regular_companions(path: Path) -> None:
-    """Raise ManifestDamaged for a companion that is not a regular file: SQLite would wait at a
-    pipe."""
+def _require_safe_companions(directory: Directory, path: Path, *, mode: str) -> None:
+    """Raise ManifestDamaged for a companion that is not a regular file, or has a second name:
+    SQLite would wait at a pipe, or write to the other file, even a reader."""
     for suffix in ("-journal", "-wal", "-shm"):
-        companion = path.with_name(path.name + suffix)
-        if os.path.lexists(companion) and not stat.S_ISREG(os.lstat(companion).st_mode):
-            raise damaged(companion, "not a regular file")
+        if directory.exists(name := path.name + suffix):
+            facts = _regular(directory, name, mode=mode)
+            if facts.st_nlink > 1:
+                raise damaged(directory.path / name, "has a second name elsewhere")
+
+
+def _regular(directory: Directory, name: str, *, mode: str) -> os.stat_result:
+    """The facts of a regular file; of ours, to write to it. Raises ManifestDamaged."""
+    facts = directory.stat(name)
+    try:
+        if mode == "rw":
+            directory.require_ours(facts, name)
+    except UnsafeFile as error:
+        raise damaged(directory.path / name, str(error.strerror)) from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise damaged(directory.path / name, "not a regular file")
+    return facts
 
 
 def _text(data: bytes) -> str | bytes:
@@ -200,6 +265,8 @@ def explained(path: Path) -> Iterator[None]:
         raise damaged(path, shown(error.object)) from error
     except sqlite3.Error as error:
         raise _explained(error, path) from error
+    except OSError as error:
+        raise _refused(error.errno, path, named(error.errno)) from error
 
 
 def _explained(error: sqlite3.Error, path: Path) -> ManifestError:
@@ -222,10 +289,14 @@ def _explained(error: sqlite3.Error, path: Path) -> ManifestError:
         )
     if number is None:
         return ManifestError(f"{path}: {error} ({code})")
+    return _refused(number, path, f"{error}, {code}; {named(number)}")
+
+
+def _refused(number: int | None, path: Path, details: str) -> ManifestError:
     cause = cause_of(number)
     kind = ManifestSpaceError if cause.is_storage else ManifestError
     return kind(
-        f"{path}: the manifest cannot be used: {cause.what} ({error}, {code}; {named(number)}). "
+        f"{path}: the manifest cannot be used: {cause.what} ({details}). "
         f"What was committed is safe: {cause.advice}, and run the same command again."
     )
 

@@ -7,7 +7,6 @@ still looks valid.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -24,10 +23,13 @@ from manifest.records import (
     SourceRow,
     StoredRow,
     StoredSample,
+    shard_name,
 )
 from manifest.states import Reason, State
 
 MAX_INTEGER: Final = 2**63 - 1
+#: The length of a shard's header, and the longest that safetensors allows.
+MAX_DATA_START: Final = 8 + 100_000_000
 #: Exceeds any model's context length; bounds the memory for one sample's ids.
 MAX_TOKENS: Final = 1 << 25
 _SHOWN_CHARACTERS: Final = 60
@@ -106,10 +108,13 @@ def one_of(kind: type[State] | type[Reason]) -> Check:
 
 
 def as_json(value: object) -> Any:
+    """The document in a text; one that can be a part of others, such as dataset.json."""
     try:
-        return json.loads(text(value))
-    except (ValueError, RecursionError) as error:
+        document = orjson.loads(text(value))
+        orjson.dumps([[[[[[[[document]]]]]]]])
+    except (ValueError, TypeError) as error:  # TypeError: nested too deeply to be written
         raise ValueError("JSON") from error
+    return document
 
 
 def _json_of(kind: type) -> Check:
@@ -120,6 +125,14 @@ def _json_of(kind: type) -> Check:
         return found
 
     return check
+
+
+def _facts(value: object) -> Any:
+    """What a server announced: values by name, one of them its settings."""
+    facts = _json_of(dict)(value)
+    if not isinstance(facts.get("settings"), dict | None):
+        raise ValueError("JSON whose settings are an object")
+    return facts
 
 
 def _real(value: object) -> float:
@@ -176,7 +189,7 @@ STARTS: Final[Mapping[str, Check]] = {
     "accepted": _json_of(list),
     "boot_id": text,
     "canary_error": optional(_real),
-    "facts": _json_of(dict),
+    "facts": _facts,
     "number": _number,
     "session": _number,
     "url": text,
@@ -185,8 +198,7 @@ STARTS: Final[Mapping[str, Check]] = {
 
 SHARDS: Final[Mapping[str, Check]] = {
     "number": _number,
-    "name": text,
-    "data_start": integer(1),
+    "data_start": integer(8, MAX_DATA_START),
     "is_sealed": integer(0, 1),
     "end_bytes": _number,
     "num_samples": _number,
@@ -329,6 +341,16 @@ def decode_shard(values: Sequence[object]) -> Shard | Damage:
     fields["is_sealed"] = bool(fields["is_sealed"])
     fields["size_bytes"] = fields.pop("end_bytes")
     return Shard(**fields)
+
+
+def shard_name_damage(number: object, name: object) -> Damage | None:
+    """The Damage of a shard whose recorded name is not the one that its number gives it."""
+    if isinstance(number, int) and name == (expected := shard_name(number)):
+        return None
+    detail = f"name is {shown(name)}"
+    if isinstance(number, int):
+        detail += f", must be {expected}"
+    return Damage(table="shards", place=number, detail=detail)
 
 
 def decode(

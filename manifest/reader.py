@@ -31,6 +31,7 @@ from manifest.decoding import (
     decode_source,
     decode_start,
     decode_stored,
+    shard_name_damage,
     shown,
 )
 from manifest.exceptions import ManifestDamaged
@@ -250,9 +251,20 @@ class Reader:
     # --- shards ------------------------------------------------------------------------------
 
     def shards(self) -> list[Shard]:
+        for damage in self.checked_shard_names():
+            self._sound(damage)
+        return self._shards()
+
+    def _shards(self) -> list[Shard]:
         return [self._sound(record) for record in self.checked_shards()]
 
+    def checked_shard_names(self) -> list[Damage]:
+        """A Damage for each shard under another name than its number gives it."""
+        names = self._fetch("SELECT number, name FROM shards ORDER BY number")
+        return [damage for row in names if (damage := shard_name_damage(*row)) is not None]
+
     def checked_shards(self) -> list[Shard | Damage]:
+        """The shards by number, whatever names are recorded for them."""
         rows = self._fetch(f"SELECT {', '.join(SHARDS)} FROM shards ORDER BY number")
         return [decode_shard(row) for row in rows]
 

@@ -167,12 +167,20 @@ class Shard:
     """One shard file."""
 
     number: int
-    name: str  # its file name once sealed
     data_start: int  # bytes before the first sample: room for the header
     is_sealed: bool
     size_bytes: int  # durable bytes: end of its last sample
     num_samples: int
     digest: str | None = None  # of a sealed one: see extractor/shards/format.py
+
+    @property
+    def name(self) -> str:
+        """Its file name once sealed. Made from the number: no name in a file becomes a path."""
+        return shard_name(self.number)
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

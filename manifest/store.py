@@ -31,6 +31,7 @@ from manifest.exceptions import ManifestError
 from manifest.reader import Reader
 from manifest.records import Change, Forgotten, ServerStart, Shard, Source
 from manifest.row_changes import RowCache
+from server_patch.settings import DEFAULT_FILE_MODE
 
 
 class Store(Reader):
@@ -42,9 +43,12 @@ class Store(Reader):
         self._rows: RowCache | None = None  # as the last changes left them; None: load again
 
     @classmethod
-    def create_or_open(cls, path: Path) -> Store:
-        """Open for writing; make the file and its tables where they are missing."""
-        database = open_for_writing(path)
+    def create_or_open(cls, path: Path, *, file_mode: int = DEFAULT_FILE_MODE) -> Store:
+        """Open for writing; make the file and its tables where they are missing.
+
+        file_mode: permission bits of a new file.
+        """
+        database = open_for_writing(path, file_mode=file_mode)
         with explained(path):
             bulk_write.prepare(database.conn)
         return cls(database, path, is_writer=True)
@@ -184,12 +188,11 @@ class Store(Reader):
 
     # --- repair ------------------------------------------------------------------------------
 
-    def mend(self, *, drop: Iterable[int], shard_names: Mapping[int, str]) -> None:
-        """Rebuild indexes, tallies and shard totals from the rows, and drop damaged rows.
+    def mend(self, *, drop: Iterable[int]) -> None:
+        """Rebuild indexes, tallies, shard totals and names from the rows, and drop damaged rows.
 
-        `drop`: ordinals of rows, which the next session reads from the input again. `shard_names`:
-        number -> correct name. Raises ManifestError, and changes nothing, if the result is still
-        not sound.
+        `drop`: ordinals of rows, which the next session reads from the input again. Raises
+        ManifestError, and changes nothing, if the result is still not sound.
         """
         with self._writing():
             self._db.execute("REINDEX")
@@ -198,7 +201,7 @@ class Store(Reader):
             )
             self._db.conn.executemany(
                 "UPDATE shards SET name = ? WHERE number = ? AND name IS NOT ?",
-                [(name, number, name) for number, name in shard_names.items()],
+                [(shard.name, shard.number, shard.name) for shard in self._shards()],
             )
             bulk_write.count_again(self._db.conn)
             problems = self.integrity_problems() or self.tally_problems()
@@ -207,6 +210,7 @@ class Store(Reader):
                 self.checked_server_starts(),
                 (canary for _, canary in self.checked_canaries()),
                 self.checked_shards(),
+                self.checked_shard_names(),
                 self.checked_rows(),
             )
             problems += map(str, islice((r for r in records if isinstance(r, Damage)), 1))

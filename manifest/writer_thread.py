@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from manifest.records import Change
 from manifest.store import Store
+from server_patch.settings import DEFAULT_FILE_MODE
 
 Result = TypeVar("Result")
 
@@ -88,12 +90,18 @@ class StoreOwner:
         self.commits = Commits()
 
     @classmethod
-    async def open(cls, path: Path, bounds: CommitBounds = DEFAULT_BOUNDS) -> StoreOwner:
+    async def open(
+        cls,
+        path: Path,
+        bounds: CommitBounds = DEFAULT_BOUNDS,
+        *,
+        file_mode: int = DEFAULT_FILE_MODE,
+    ) -> StoreOwner:
         """Open or create the manifest. Raises ManifestError."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="manifest")
         try:
             store = await asyncio.get_running_loop().run_in_executor(
-                executor, Store.create_or_open, path
+                executor, partial(Store.create_or_open, path, file_mode=file_mode)
             )
         except BaseException:
             executor.shutdown(wait=False)

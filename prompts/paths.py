@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import filecmp
+import fcntl
 import glob
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -14,10 +15,13 @@ import orjson
 from prompts.compression import CHUNK_BYTES
 from prompts.regular_file import read_regular
 from prompts.types import InputError
-from server_patch.directory import component
+from server_patch.directory import Directory, UnsafeFile, component
 from server_patch.fields import Document, FieldError, array, object_of, text
+from server_patch.settings import DEFAULT_FILE_MODE
 
 STDIN: Final = "-"
+#: What came in on standard input, kept where a run that goes on finds it.
+SPOOL_NAME: Final = "stdin"
 #: Hugging Face's `save_to_disk` writes these beside the Arrow files.
 DATASET_STATE: Final = "state.json"
 DATASET_SPLITS: Final = "dataset_dict.json"
@@ -59,43 +63,90 @@ def _require_once(paths: Iterable[str]) -> None:
         seen[real] = path
 
 
-def spool(stream: BinaryIO, path: Path) -> None:
-    """Copy the stream to `path`, so that it can be read twice and a later run can go on.
+class Spool:
+    """A copy of a stream, so that it can be read twice and a later run can go on."""
 
-    Where `path` is there from an earlier run, the stream must be the same again or empty. Raises
-    `InputError` where it is another, or where there is nothing to read at all.
-    """
-    new = spooled_in_part(path)
-    try:
+    def __init__(self, directory: Path, *, mode: int = DEFAULT_FILE_MODE) -> None:
+        """`directory`: exists when the copy is made. `mode`: permission bits of the copy."""
+        self._directory = directory
+        self._mode = mode
+        self._unfinished: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return self._directory / SPOOL_NAME
+
+    def exists(self) -> bool:
+        """Whether there is one, of an earlier run."""
+        return os.path.lexists(self.path)
+
+    def keep(self, stream: BinaryIO) -> None:
+        """Copy the stream.
+
+        Where there is a copy from an earlier run, the stream must be the same again or empty.
+        Raises `InputError` where it is another, or where there is nothing to read at all.
+        """
         try:
-            with open(new, "wb") as copy:
-                while data := stream.read(CHUNK_BYTES):
-                    copy.write(data)
-                copy.flush()
-                os.fsync(copy.fileno())
-                size_bytes = copy.tell()
+            with (
+                Directory.open(self._directory) as directory,
+                directory.new_file(mode=self._mode) as (self._unfinished, descriptor),
+            ):
+                self._keep(stream, directory, self._unfinished, descriptor)
+        except UnsafeFile as exc:
+            raise InputError(
+                f"{exc.filename}: {exc.strerror}: standard input is kept there; move that away"
+            ) from exc
         except OSError as exc:
             raise InputError(
-                f"standard input cannot be kept in {path.parent} ({exc}): free space there, or "
+                f"standard input cannot be kept in {self._directory} ({exc}): free space there, or "
                 "save it to a file and name that"
             ) from exc
-        if path.exists():
-            if size_bytes and not filecmp.cmp(path, new, shallow=False):
-                raise InputError(
-                    f"standard input is not what {path} holds of an earlier run: "
-                    "pipe in the same again, or nothing, or name another --out"
-                )
-        elif not size_bytes:
-            raise InputError("standard input is empty: pipe a prompt file into it")
-        else:
-            os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+        finally:
+            self._unfinished = None
+
+    def _keep(self, stream: BinaryIO, directory: Directory, name: str, descriptor: int) -> None:
+        # The stream may take long: a run that begins here meanwhile removes what is not locked.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with open(descriptor, "r+b", closefd=False) as copy:
+            while data := stream.read(CHUNK_BYTES):
+                copy.write(data)
+            copy.flush()
+            os.fsync(descriptor)
+            size_bytes = copy.tell()
+            if directory.exists(SPOOL_NAME):
+                is_same = _is_same(directory, copy)
+                if size_bytes and not is_same:
+                    raise InputError(
+                        f"standard input is not what {self.path} holds of an earlier run: "
+                        "pipe in the same again, or nothing, or name another --out"
+                    )
+                directory.unlink(name)
+            elif not size_bytes:
+                raise InputError("standard input is empty: pipe a prompt file into it")
+            else:
+                directory.rename(name, SPOOL_NAME)
+
+    def forget(self) -> None:
+        """Remove what has been copied so far, when it is not waited for any longer."""
+        if (name := self._unfinished) is not None:
+            with suppress(OSError), Directory.open(self._directory) as directory:
+                directory.unlink(name)
+
+    def remove(self) -> None:
+        """Remove the copy."""
+        self.path.unlink(missing_ok=True)
 
 
-def spooled_in_part(path: Path) -> Path:
-    """Where `spool` writes until the stream is whole."""
-    return path.with_name(path.name + ".new")
+def _is_same(directory: Directory, copy: BinaryIO) -> bool:
+    """Whether the file that is kept has the content of `copy`."""
+    copy.seek(0)
+    descriptor, _ = directory.open_file(SPOOL_NAME)
+    with open(descriptor, "rb") as kept:
+        while (data := copy.read(CHUNK_BYTES)) == kept.read(CHUNK_BYTES):
+            if not data:
+                return True
+    return False
 
 
 def _dataset_files(directory: str) -> list[str]:

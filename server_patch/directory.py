@@ -9,6 +9,7 @@ library only.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -175,12 +176,12 @@ class Directory:
     # --- writing -----------------------------------------------------------------------------
 
     def create(self, name: str, *, mode: int) -> int:
-        """Make a new file with exactly these permission bits; its descriptor for writing.
+        """Make a new file with exactly these permission bits; its descriptor to read and write.
 
         Raises FileExistsError, also where a link has the name; OSError.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(component(name), flags, mode, dir_fd=self.descriptor)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = self._open(name, flags, mode)
         try:
             os.fchmod(descriptor, mode)  # whatever the umask took away
         except BaseException:
@@ -189,19 +190,15 @@ class Directory:
         return descriptor
 
     def open_to_write(self, name: str, *, mode: int) -> int:
-        """Open a file of this user's for reading and writing, made where there is none.
+        """Open a file for reading and writing; where there is none, `create` it.
 
-        Raises OSError; UnsafeFile where writing would change anything but a file of ours: a link, a
-        second name of another file, a device.
+        Raises OSError, and UnsafeFile as `require_ours` does, also for a link.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = self._open(name, flags, mode)
+        with suppress(FileExistsError):
+            return self.create(name, mode=mode)
+        descriptor = self._open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            facts = self._require_regular(descriptor, name)
-            if facts.st_nlink > 1:
-                raise self._unsafe(name, "has a second name elsewhere")
-            if facts.st_uid != os.geteuid():
-                raise self._unsafe(name, f"belongs to user {facts.st_uid}")
+            self.require_ours(os.fstat(descriptor), name)
         except BaseException:
             os.close(descriptor)
             raise
@@ -225,7 +222,7 @@ class Directory:
         writer: a token that begins the random name, for `remove_unfinished`.
         """
         component(name)
-        with self._new_file(mode, writer) as (temporary, descriptor):
+        with self.new_file(mode=mode, writer=writer) as (temporary, descriptor):
             size_bytes = _write_all(descriptor, parts)
             if is_durable:
                 os.fsync(descriptor)
@@ -235,7 +232,12 @@ class Directory:
         return size_bytes
 
     @contextmanager
-    def _new_file(self, mode: int, writer: str) -> Iterator[tuple[str, int]]:
+    def new_file(self, *, mode: int, writer: str = "") -> Iterator[tuple[str, int]]:
+        """A new file under a random name, to be renamed or removed in the block: name, descriptor.
+
+        On any error in the block it is removed. `remove_unfinished` removes what a killed process
+        left. Raises OSError.
+        """
         temporary = f"{TEMPORARY_PREFIX}{writer}{os.urandom(8).hex()}"
         descriptor = self.create(temporary, mode=mode)
         try:
@@ -266,15 +268,25 @@ class Directory:
     def remove_unfinished(self, writer: str = "") -> None:
         """Remove the temporary files of `owners`, or of this user, that a dead process left.
 
-        writer: the token of that process; without it those of every process. Raises OSError.
+        writer: the token of that process; without it those of every process. A living one keeps a
+        file by a lock (`flock`). Raises OSError.
         """
         owners = self.owners or {os.geteuid()}
         for name in self.names():
-            if name.startswith(TEMPORARY_PREFIX + writer):
-                with suppress(FileNotFoundError):
-                    facts = self.stat(name)
-                    if stat.S_ISREG(facts.st_mode) and facts.st_uid in owners:
-                        self.unlink(name)
+            if not name.startswith(TEMPORARY_PREFIX + writer):
+                continue
+            with suppress(FileNotFoundError, BlockingIOError):
+                facts = self.stat(name)
+                if stat.S_ISREG(facts.st_mode) and facts.st_uid in owners:
+                    self._unlink_unlocked(name)
+
+    def _unlink_unlocked(self, name: str) -> None:
+        descriptor, _ = self.open_file(name)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.unlink(name)
+        finally:
+            os.close(descriptor)
 
     def remove_subdirectory(self, name: str) -> None:
         """Remove an empty directory. Raises OSError."""
@@ -304,6 +316,19 @@ class Directory:
                 raise self._unsafe(name, "not a regular file") from error
             error.filename = str(self.path / name)
             raise
+
+    def require_ours(self, facts: os.stat_result, name: str) -> None:
+        """Raise UnsafeFile if writing to a file would change anything but a file of ours.
+
+        It must be regular, have one name, and belong to this user, or to the directory's owner, who
+        can replace it anyway.
+        """
+        if not stat.S_ISREG(facts.st_mode):
+            raise self._unsafe(name, "not a regular file")
+        if facts.st_nlink > 1:
+            raise self._unsafe(name, "has a second name elsewhere")
+        if facts.st_uid not in (os.geteuid(), os.fstat(self.descriptor).st_uid):
+            raise self._unsafe(name, f"belongs to user {facts.st_uid}")
 
     def _require_regular(self, descriptor: int, name: str) -> os.stat_result:
         facts = os.fstat(descriptor)

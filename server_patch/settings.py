@@ -76,12 +76,7 @@ class Settings:
             _check_boundaries(self.boundaries)
         if self.last_kind not in LAST_TENSORS:
             raise SettingsError(f"{LAST} must be post, pre or both, is {self.last_kind!r}")
-        if self.file_mode & ~0o664 or self.file_mode & 0o600 != 0o600:
-            # Whom others let write could put files of their own in the place of dumps.
-            raise SettingsError(
-                f"{FILE_MODE} must be octal, 600 with read or write bits for the group and read "
-                f"bits for others, is {self.file_mode:o}"
-            )
+        require_file_mode(self.file_mode, name=FILE_MODE)
         if self.boot_id is not None and not is_boot_id(self.boot_id):
             raise SettingsError(
                 f"{BOOT_ID} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a "
@@ -94,8 +89,8 @@ class Settings:
 
     @property
     def directory_mode(self) -> int:
-        """Permission bits of directories: readers of files may search, writers may remove files."""
-        return self.file_mode | (self.file_mode & 0o444) >> 2
+        """Permission bits of directories."""
+        return directory_mode(self.file_mode)
 
     @property
     def is_shared(self) -> bool:
@@ -145,6 +140,25 @@ class Settings:
                 f"{BOUNDARIES} must be in 0..{num_layers - 1} for this model, has {highest}"
             )
         return self.boundaries
+
+
+def require_file_mode(file_mode: int, *, name: str) -> None:
+    """Raise SettingsError, naming the option `name`, for permission bits that files cannot have."""
+    if file_mode & ~0o664 or file_mode & 0o600 != 0o600:
+        # Whom others let write could put files of their own in the place of these.
+        raise SettingsError(
+            f"{name} must be octal, 600 with read or write bits for the group and read bits for "
+            f"others, is {file_mode:o}"
+        )
+
+
+def directory_mode(file_mode: int) -> int:
+    """Permission bits of directories: readers of files may search, writers may remove files.
+
+    >>> f"{directory_mode(0o640):o}"
+    '750'
+    """
+    return file_mode | (file_mode & 0o444) >> 2
 
 
 def is_boot_id(text: str) -> bool:

@@ -119,6 +119,15 @@ def _user_id(value: Any) -> int:
     return user_id
 
 
+def _file_mode(value: Any) -> int:
+    """Permission bits in octal digits."""
+    if isinstance(value, int):
+        return value
+    if not re.fullmatch(r"(0o)?[0-7]{1,4}", value):
+        raise ValueError(f"{value!r} is not octal: write 640, or 600 for this user alone")
+    return int(value, 8)
+
+
 def _verbosity(value: Any) -> int:
     """How often `-v` was given; more than twice counts as twice."""
     try:
@@ -136,6 +145,7 @@ VERBOSITY: Final = Parsed("level", _verbosity)
 #: By the name of the field, where neither its type nor the unit in its name says enough.
 BY_NAME: Final[Mapping[str, click.ParamType[Any]]] = {
     "urls": ADDRESS,
+    "file_mode": Parsed("mode", _file_mode),
     "concurrency": Parsed("concurrency", _concurrency),
     "dump_owner": Parsed("user", _user_id),
     "last_kind": click.Choice(["post", "pre", "both"]),

@@ -97,7 +97,8 @@ def run_command(
     serve_options = None
     arguments = context.meta[SGLANG_ARGUMENTS]
     if options.servers.model is not None:
-        own = {**values, "port": free_port(), "arguments": arguments}
+        # Its dumps are read by this user: --file-mode is of the data set.
+        own = {**values, "file_mode": None, "port": free_port(), "arguments": arguments}
         serve_options = value_of(ServeOptions, own)
     elif arguments:
         raise UsageError("arguments after -- are for a server that --model starts")

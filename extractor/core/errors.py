@@ -36,6 +36,7 @@ from typing import Final
 from manifest.causes import AMBIGUOUS_ERRNOS, CAUSES, cause_of, named
 from manifest.exceptions import ManifestError, ManifestSpaceError
 from prompts.types import InputError, TokenizerError
+from server_patch.directory import UnsafeFile
 from server_patch.dump_format import DumpFormatError
 
 
@@ -149,6 +150,11 @@ def storage_error(error: OSError, *, where: Path | None = None) -> ExtractorErro
     if isinstance(error.filename, str | bytes | Path) and error.filename:
         where = Path(os.fsdecode(error.filename))
     place = "" if where is None else f"{where}: "
+    if isinstance(error, UnsafeFile):
+        return UsageError(
+            f"{place}{error.strerror}. Nothing was changed there: find out who put it there and "
+            "move it away, or name another directory."
+        )
     cause = cause_of(error.errno)
     kind = SpaceError if cause.is_storage else UsageError
     return kind(

@@ -30,9 +30,9 @@ from extractor.core.option import (
 )
 from extractor.core.row_policy import DEFAULT_POLICY, Policy
 from prompts.reading_options import DEFAULTS, ReadingOptions
+from server_patch.settings import DEFAULT_FILE_MODE, SettingsError, require_file_mode
 
 DEFAULT_SHARD_BYTES = 4 << 30
-DEFAULT_FILE_MODE = 0o644
 
 
 def default_movers() -> int:
@@ -94,10 +94,23 @@ class Output:
             default="4GiB",
         ),
     ] = DEFAULT_SHARD_BYTES
-    file_mode: int = DEFAULT_FILE_MODE  # of the shards
+    file_mode: Annotated[
+        int,
+        Option(
+            "--file-mode",
+            "Permission bits of new files, such as 640 for readers of this user's group. New "
+            "directories get the same, with search for readers.",
+            metavar="OCTAL",
+            default="600",
+        ),
+    ] = DEFAULT_FILE_MODE
 
     def __post_init__(self) -> None:
         check_options(self)
+        try:
+            require_file_mode(self.file_mode, name="--file-mode")
+        except SettingsError as error:
+            raise UsageError(str(error)) from error
 
     @property
     def manifest_path(self) -> Path:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from extractor.core.errors import ConfigMismatch, storage_error
 from extractor.core.identity import Identity
-from extractor.core.locations import DATASET_NAME, SHARDS_DIRECTORY
+from extractor.core.locations import DATASET_NAME
 from extractor.servers.canary import NUM_TOKENS, RID, Comparison, compare, encode_canary, ids_of
 from extractor.servers.server_facts import (
     Difference,
@@ -25,11 +24,13 @@ from extractor.servers.server_facts import (
 from extractor.servers.target import Target
 from extractor.shards.dataset import dataset_document
 from extractor.shards.format import sample_tensors
-from extractor.shards.writer import open_shard_path, sealed_shard_path
-from extractor.system.files import open_regular, read_into, write_whole
+from extractor.shards.output_dir import OutputDirectory
+from extractor.shards.writer import open_shard_name
+from extractor.system.files import read_into
 from manifest.records import ServerStart
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
+from server_patch.directory import Directory
 from server_patch.dump_format import DumpHeader, Ready
 
 _CANARY = "canary"
@@ -48,7 +49,7 @@ class Provenance:
     def __init__(
         self,
         owner: StoreOwner,
-        out: Path,
+        output: OutputDirectory,
         identity: Identity,
         starts: Sequence[ServerStart],
         canary: bytes | None,
@@ -56,7 +57,7 @@ class Provenance:
         allow_change: bool,
     ) -> None:
         self._owner = owner
-        self._out = out
+        self._output = output
         self._identity = identity
         self._starts = list(starts)
         self._canary = canary  # what the next start is compared with
@@ -66,16 +67,18 @@ class Provenance:
 
     @classmethod
     async def load(
-        cls, owner: StoreOwner, out: Path, identity: Identity, *, allow_change: bool
+        cls, owner: StoreOwner, output: OutputDirectory, identity: Identity, *, allow_change: bool
     ) -> Provenance:
         """Raises ManifestError."""
 
         def read(store: Store) -> tuple[list[ServerStart], bytes | None]:
             starts = store.server_starts()
-            return starts, store.canary() if starts else stored_canary(store, out, identity)
+            return starts, store.canary() if starts else stored_canary(
+                store, output.shards, identity
+            )
 
         starts, canary = await owner.call(read)
-        return cls(owner, out, identity, starts, canary, allow_change=allow_change)
+        return cls(owner, output, identity, starts, canary, allow_change=allow_change)
 
     @property
     def canary_ids(self) -> Sequence[int] | None:
@@ -139,12 +142,12 @@ class Provenance:
 
         A file of an older version stays until a start is recorded: it names an engine version.
         """
-        path = self._out / DATASET_NAME
-        if self._starts or not path.exists():
-            try:
-                write_whole(path, dataset_document(self._identity, self._starts))
-            except OSError as error:
-                raise storage_error(error, where=path) from error
+        out = self._output.out
+        try:
+            if self._starts or not out.exists(DATASET_NAME):
+                self._output.write(DATASET_NAME, dataset_document(self._identity, self._starts))
+        except OSError as error:
+            raise storage_error(error, where=out.path / DATASET_NAME) from error
 
     def _differences(self, ready: Ready) -> list[Difference]:
         """The facts in which a server differs from any start since the last accepted change."""
@@ -175,14 +178,14 @@ class Provenance:
 
     def _mismatch(self, url: str, lines: Sequence[str]) -> ConfigMismatch:
         return ConfigMismatch(
-            f"the server at {url} does not compute what {self._out} holds:\n"
+            f"the server at {url} does not compute what {self._output.out.path} holds:\n"
             + "\n".join(lines)
             + "\nStart the server as it was, or use another --out. To put rows of both into one "
             f"data set on purpose, add {ALLOW_OPTION}; the change is recorded."
         )
 
 
-def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
+def stored_canary(store: Store, directory: Directory, identity: Identity) -> bytes | None:
     """The first tokens of a stored sample and their states, as a canary: for a data set whose rows
     are older than the record of server starts. None where nothing can be read.
 
@@ -197,13 +200,12 @@ def stored_canary(store: Store, out: Path, identity: Identity) -> bytes | None:
     ]
     for row in sorted(rows, key=lambda row: -min(row.prompt.num_tokens, NUM_TOKENS)):
         shard = shards[row.sample.shard]
-        path = sealed_shard_path(out / SHARDS_DIRECTORY, shard)
-        if not path.exists():
-            path = open_shard_path(out / SHARDS_DIRECTORY, shard)
+        name = shard.name if directory.exists(shard.name) else open_shard_name(shard)
         num_tokens = min(row.prompt.num_tokens, NUM_TOKENS)
         tensors: dict[str, bytes] = {}
         try:
-            with open(open_regular(path), "rb") as file:
+            descriptor, _ = directory.open_file(name)
+            with open(descriptor, "rb") as file:
                 for tensor in sample_tensors(row.prompt.num_tokens, layout):
                     width = (tensor.end - tensor.begin) // row.prompt.num_tokens
                     data = bytearray(num_tokens * width)

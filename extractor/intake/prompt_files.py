@@ -7,29 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prompts.inputs import InputFile, scan_inputs
-from prompts.paths import STDIN, find_files, spool, spooled_in_part
+from prompts.paths import STDIN, Spool, find_files
 from prompts.reading_options import ReadingOptions
 from prompts.sniff import require_fields, require_ignored, require_rows
 from prompts.stream import parts_counter
 from prompts.types import InputError
 
-#: What came in on standard input, kept where a run that goes on finds it.
-STDIN_NAME = "stdin"
-
 
 def scan_prompts(
-    words: Sequence[Path], reading: ReadingOptions, *, spool_directory: Path
+    words: Sequence[Path], reading: ReadingOptions, *, spool: Spool
 ) -> tuple[InputFile, ...]:
-    """The files that `words` name; `-` is standard input, kept in `spool_directory`, which exists.
-
-    Raises InputError.
-    """
-    kept = spool_directory / STDIN_NAME
-    was_kept = kept.exists()
+    """The files that `words` name; `-` is standard input, kept in `spool`. Raises InputError."""
+    was_kept = spool.exists()
     paths = list(map(str, words))
     if STDIN in paths:
-        spool(sys.stdin.buffer, kept)
-        paths = [str(kept) if path == STDIN else path for path in paths]
+        spool.keep(sys.stdin.buffer)
+        paths = [str(spool.path) if path == STDIN else path for path in paths]
     try:
         found = find_files(paths)
         for path in found:
@@ -41,13 +34,8 @@ def scan_prompts(
         return scan_inputs(found, count_parts=parts_counter(reading))
     except InputError:
         if STDIN in map(str, words) and not was_kept:
-            kept.unlink(missing_ok=True)  # else the next, mended, would be refused as another
+            spool.remove()  # else the next, mended, would be refused as another
         raise
-
-
-def forget_spooled(directory: Path) -> None:
-    """Remove what has come in on standard input so far, when it is not waited for any longer."""
-    spooled_in_part(directory / STDIN_NAME).unlink(missing_ok=True)
 
 
 def reads_stdin(words: Sequence[Path]) -> bool:

@@ -43,7 +43,7 @@ class Adopter:
             find_adoptable,
             ranks,
             run_id=state.run_id,
-            layout=self.data_set.identity.layout,
+            layout=self.data_set.settings.identity.layout,
             is_fit=self.data_set.provenance.is_fit,
             is_wanted=lambda ordinal: not state.is_settled(ordinal),
         )

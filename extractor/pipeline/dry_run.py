@@ -32,6 +32,7 @@ from extractor.servers.target import Target, require_targets
 from extractor.status.watcher import Watcher
 from extractor.system.files import free_bytes, nearest_existing
 from manifest.exceptions import ManifestMissing
+from prompts.paths import Spool
 from server_patch.dump_format import DumpFormatError, StateLayout
 
 #: Requests in flight with each server while its speed is measured, if --concurrency is not given.
@@ -179,7 +180,7 @@ async def _forecast(
     ):
         await asyncio.to_thread(pool.load)
         files = await asyncio.to_thread(
-            scan_prompts, options.input.paths, options.input.reading, spool_directory=Path(scratch)
+            scan_prompts, options.input.paths, options.input.reading, spool=Spool(Path(scratch))
         )
         num_rows = sum(file.num_rows for file in files)
         reporter.report(f"{counted(num_rows, 'row')} in {counted(len(files), 'file')}; tokenising")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from extractor.core.identity import Identity
 from extractor.dispatch.provenance import Provenance
 from extractor.pipeline.resume import RunState
 from extractor.shards.recovery import Reconciled
+from extractor.shards.writer import ShardSettings
 from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
 from prompts.pool import RendererPool
@@ -18,7 +18,7 @@ from prompts.pool import RendererPool
 class OpenDataSet:
     """What is stored, what earlier sessions left to do, and what makes prompts of the input."""
 
-    identity: Identity
+    settings: ShardSettings
     provenance: Provenance
     owner: StoreOwner
     state: RunState

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from extractor.core.counters import Counters
-from extractor.core.errors import ConfigMismatch
+from extractor.core.errors import ConfigMismatch, CorruptData
+from extractor.core.humanize import quoted
 from extractor.core.identity import Identity
 from extractor.core.run_options import RunOptions
 from extractor.core.version import __version__
@@ -24,6 +27,8 @@ from prompts.pool import RendererPool, library_versions
 from prompts.types import Alteration, BadRow, Prompt
 
 RUN_ID = "run_id"
+#: A part of the rids of its requests.
+_RUN_ID = re.compile("[0-9a-f]{1,32}")
 #: Versions of the packages that rendered the first prompts; informative, never compared.
 LIBRARIES = "libraries"
 #: Key of `Identity.reading`: the time that the chat template gets; absent if it reads no clock.
@@ -63,7 +68,7 @@ class RunState:
                 span = range(num_rows)[begin:end]
                 settled[span.start : span.stop] = b"\x01" * len(span)
             return cls(
-                run_id=identity.get(RUN_ID) or secrets.token_hex(4),
+                run_id=_run_id(identity) or secrets.token_hex(4),
                 settled=settled,
                 attempts=store.attempts(),
                 suspects=store.suspects(),
@@ -80,9 +85,10 @@ class RunState:
 
     def forget(self, ordinals: Sequence[int]) -> None:
         """These rows need work again."""
-        for ordinal in ordinals:
+        known = [ordinal for ordinal in ordinals if ordinal < len(self.settled)]
+        for ordinal in known:
             self.settled[ordinal] = 0
-        self.counters.rows.settled_before -= len(ordinals)
+        self.counters.rows.settled_before -= len(known)
 
     def settle(self, ordinal: int) -> None:
         """This row needs no more work."""
@@ -95,6 +101,14 @@ class RunState:
     @property
     def is_finished(self) -> bool:
         return not self.is_new and self.counters.rows.settled == self.counters.rows.total
+
+
+def _run_id(identity: Mapping[str, Any]) -> str | None:
+    """The id of the run that began a data set. Raises CorruptData."""
+    run_id = identity.get(RUN_ID)
+    if run_id is None or (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)):
+        return run_id
+    raise CorruptData(f"{RUN_ID} is {quoted(run_id)}, must be hexadecimal digits")
 
 
 async def with_frozen_clock(owner: StoreOwner, options: RunOptions, state: RunState) -> RunOptions:
@@ -184,7 +198,7 @@ async def _require_same_prompts(
         if isinstance(item, Prompt) and item.key == before.key:
             continue
         now = f"{item.num_tokens} tokens" if isinstance(item, Prompt) else item.reason
-        libraries = (await owner.call(Store.identity)).get(LIBRARIES, {})
+        libraries = (await owner.call(Store.identity)).get(LIBRARIES)
         raise ConfigMismatch(
             f"{out}: {item.origin}: row {item.ordinal} gives another prompt than the "
             f"one that is stored: {before.num_tokens} tokens then, {now} now. {PROMPT_CHANGED}"
@@ -193,7 +207,9 @@ async def _require_same_prompts(
         )
 
 
-def _other_versions(before: Mapping[str, str]) -> str:
+def _other_versions(before: object) -> str:
+    if not isinstance(before, dict):  # absent in a data set of an older version
+        return ""
     now = library_versions()
     return "".join(
         f"\n  {name}: begun with {before[name]}, now {now.get(name, 'absent')}"

@@ -30,7 +30,7 @@ from extractor.dispatch.provenance import Provenance
 from extractor.dispatch.server import Server, require_connections
 from extractor.dumps.collector import Collector, remove_dumps_of_the_dead
 from extractor.dumps.discovery import require_dump_directory
-from extractor.intake.prompt_files import forget_spooled, reads_stdin, scan_prompts
+from extractor.intake.prompt_files import reads_stdin, scan_prompts
 from extractor.intake.prompt_stream import pool_of_run
 from extractor.pipeline.open_data_set import OpenDataSet
 from extractor.pipeline.resume import (
@@ -47,7 +47,7 @@ from extractor.servers.client import Client, clients_of
 from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import Target, require_targets
-from extractor.shards.output_dir import manifest_warning, prepare_out
+from extractor.shards.output_dir import OutputDirectory, manifest_warning, prepare_out
 from extractor.shards.recovery import Reconciled, reconcile, require_begun, require_manifest
 from extractor.shards.sequence import seal_left_open
 from extractor.shards.writer import ShardSettings
@@ -57,6 +57,7 @@ from extractor.system.lock import exclusive
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 from prompts.inputs import InputFile
+from prompts.paths import Spool
 from prompts.pool import RendererPool
 
 logger = logging.getLogger(__name__)
@@ -74,23 +75,31 @@ async def run(
     require_connections(options.load.concurrency, num_servers=len(options.servers.urls))
     out = options.output.directory
     reporter = Together() if reporter is None else Together(reporter)
+    file_mode = options.output.file_mode
+    spool = Spool(out, mode=file_mode)
     try:
-        files = await asyncio.to_thread(_scan, options, timings.store)
+        files = await asyncio.to_thread(_scan, options, timings.store, spool)
     except asyncio.CancelledError:
-        if reads_stdin(options.input.paths):
-            forget_spooled(out)  # the thread may read for as long as it likes
+        spool.forget()  # the thread may read for as long as it likes
         raise
-    prepare_out(out, min_free_bytes=timings.store.min_free_bytes)
+    prepare_out(out, min_free_bytes=timings.store.min_free_bytes, file_mode=file_mode)
     if (warning := manifest_warning(out)) is not None:
         reporter.report(warning, level="warning")
     try:
-        with exclusive(out):
+        with (
+            exclusive(out, file_mode=file_mode) as directory,
+            OutputDirectory.opened(directory, file_mode=file_mode) as output,
+        ):
             require_manifest(out)
-            with closing(LiveFile(out, interval_s=timings.status.live_interval_s)) as live:
+            live_file = LiveFile(
+                output.out, file_mode=file_mode, interval_s=timings.status.live_interval_s
+            )
+            with closing(live_file) as live:
                 async with _open_manifest(options) as owner:
                     extraction = _Extraction(
                         options=options,
                         files=files,
+                        output=output,
                         owner=owner,
                         reporter=Together(reporter, live),
                         timings=timings,
@@ -100,16 +109,19 @@ async def run(
         raise storage_error(error, where=out) from error
 
 
-def _scan(options: RunOptions, timings: StoreTimings) -> tuple[InputFile, ...]:
-    out = options.output.directory
+def _scan(options: RunOptions, timings: StoreTimings, spool: Spool) -> tuple[InputFile, ...]:
     if reads_stdin(options.input.paths):
-        prepare_out(out, min_free_bytes=timings.min_free_bytes)
-    return scan_prompts(options.input.paths, options.input.reading, spool_directory=out)
+        output = options.output
+        prepare_out(
+            output.directory, min_free_bytes=timings.min_free_bytes, file_mode=output.file_mode
+        )
+    return scan_prompts(options.input.paths, options.input.reading, spool=spool)
 
 
 @asynccontextmanager
 async def _open_manifest(options: RunOptions) -> AsyncIterator[StoreOwner]:
-    owner = await StoreOwner.open(options.output.manifest_path)
+    output = options.output
+    owner = await StoreOwner.open(output.manifest_path, file_mode=output.file_mode)
     try:
         yield owner
     except BaseException:
@@ -127,6 +139,7 @@ class _Extraction:
 
     options: RunOptions
     files: tuple[InputFile, ...]
+    output: OutputDirectory
     owner: StoreOwner
     reporter: Reporter
     timings: Timings
@@ -168,7 +181,7 @@ class _Extraction:
             "session run=%s rows=%d settled=%d",
             state.run_id, counters.rows.total, counters.rows.settled_before,
         )  # fmt: skip
-        left = await reconcile(owner, options.output.shards_path, report=reporter.report)
+        left = await reconcile(owner, self.output.shards, report=reporter.report)
         state.forget(left.lost)
         async with clients_of(
             options, default_concurrency=MAX_DEFAULT_LIMIT, timings=self.timings.client
@@ -181,7 +194,10 @@ class _Extraction:
                 reporter.report("Every row is settled already; the server was not needed.")
                 await self._seal_all(left)
                 begun_with = await begun_with_identity(owner)
-                (await Provenance.load(owner, self.out, begun_with, allow_change=False)).write()
+                provenance = await Provenance.load(
+                    owner, self.output, begun_with, allow_change=False
+                )
+                provenance.write()
                 return await self._summary()
             with self._pool(servers) as pool:
                 return await self._extract(servers, pool, state, left)
@@ -209,7 +225,7 @@ class _Extraction:
         self._announce(identity, targets)
         await self._probe(servers, provenance, run_id=state.run_id)
         data_set = OpenDataSet(
-            identity=identity,
+            settings=self._settings(identity),
             provenance=provenance,
             owner=owner,
             state=state,
@@ -269,9 +285,8 @@ class _Extraction:
         )
 
     async def _provenance(self, identity: Identity, targets: Sequence[Target]) -> Provenance:
-        self.options.output.shards_path.mkdir(exist_ok=True)
         provenance = await Provenance.load(
-            self.owner, self.out, identity, allow_change=self.options.allow_model_change
+            self.owner, self.output, identity, allow_change=self.options.allow_model_change
         )
         for target in targets:
             provenance.check(target)
@@ -323,9 +338,17 @@ class _Extraction:
     async def _seal_all(self, left: Reconciled) -> None:
         """Seal every shard: no row is left to store."""
         identity = await begun_with_identity(self.owner)
-        settings = ShardSettings(output=self.options.output, identity=identity)
+        settings = self._settings(identity)
         for found in left.open_shards:
             await seal_left_open(settings, self.owner, found)
+
+    def _settings(self, identity: Identity) -> ShardSettings:
+        return ShardSettings(
+            directory=self.output.shards,
+            file_mode=self.output.file_mode,
+            shard_bytes=self.options.output.shard_bytes,
+            identity=identity,
+        )
 
     async def _summary(self, servers: Sequence[Server] = ()) -> RunSummary:
         is_changed = bool(self.counters.rows.stored)

@@ -31,7 +31,6 @@ from extractor.pipeline.adopter import Adopter
 from extractor.pipeline.open_data_set import OpenDataSet
 from extractor.servers.shm_budget import shm_budget
 from extractor.shards.mover_pool import MoverPool
-from extractor.shards.writer import ShardSettings
 from extractor.system.signals import stop_on_signals
 from manifest.store import Store
 
@@ -55,7 +54,7 @@ class Session:
         self._timings = timings
         self._stop = asyncio.Event()
         self._counters = data_set.state.counters
-        layout = data_set.identity.layout
+        layout = data_set.settings.identity.layout
         recorder = RowRecorder(
             data_set.owner,
             self._counters,
@@ -81,7 +80,7 @@ class Session:
             ),
         )
         self._movers = MoverPool(
-            ShardSettings(output=options.output, identity=data_set.identity),
+            data_set.settings,
             data_set.owner,
             recorder,
             self._counters,
@@ -160,7 +159,7 @@ class Session:
 
     async def _admission(self) -> Admission:
         policy = self._options.input.policy
-        layout = self._data_set.identity.layout
+        layout = self._data_set.settings.identity.layout
         return Admission(
             policy,
             self._pool.limits,

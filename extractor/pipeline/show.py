@@ -15,9 +15,9 @@ import numpy as np
 from extractor.core.errors import UsageError
 from extractor.core.humanize import counted, table
 from extractor.core.timings import DEFAULT_TIMINGS
-from extractor.intake.prompt_files import STDIN_NAME, scan_prompts
+from extractor.intake.prompt_files import scan_prompts
 from extractor.servers.client import Client
-from prompts.paths import STDIN
+from prompts.paths import STDIN, Spool
 from prompts.pool import RendererPool
 from prompts.stream import raw_rows
 from prompts.types import BadRow, Prompt
@@ -123,7 +123,8 @@ def show_row(words: Sequence[Path], pool: RendererPool, number: int) -> Shown:
     Raises UsageError where there are not so many rows, InputError, TokenizerError.
     """
     with tempfile.TemporaryDirectory(prefix="show-") as scratch:
-        files = scan_prompts(words, pool.options, spool_directory=Path(scratch))
+        spool = Spool(Path(scratch))
+        files = scan_prompts(words, pool.options, spool=spool)
         num_rows = sum(file.num_rows for file in files)
         if not 0 <= number < num_rows:
             rows_there = counted(num_rows, "row")
@@ -133,7 +134,7 @@ def show_row(words: Sequence[Path], pool: RendererPool, number: int) -> Shown:
         rows = raw_rows(files, pool.options, skip=lambda ordinal: ordinal != number)
         with closing(rows):
             (item,) = pool.prompts_from(islice(rows, 1))
-        if item.origin.source == str(Path(scratch) / STDIN_NAME):
+        if item.origin.source == str(spool.path):
             item = replace(item, origin=replace(item.origin, source=STDIN))
     return Shown(item=item, num_rows=num_rows, runs=_runs(item, pool))
 

@@ -106,10 +106,6 @@ def tensor_name(ordinal: int, name: str) -> str:
     return f"{ordinal:08d}.{name}"
 
 
-def shard_name(number: int) -> str:
-    return f"shard-{number:06d}.safetensors"
-
-
 def header_room(num_samples: int, layout: StateLayout) -> int:
     """Bytes to keep at the front of a shard for the header of `num_samples` samples."""
     entry = _ENTRY_BYTES * (len(layout.state_names) + 2)

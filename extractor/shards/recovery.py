@@ -5,6 +5,7 @@ Shards that the manifest does not know are never overwritten.
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,21 +15,19 @@ from extractor.core.errors import UsageError
 from extractor.core.events import ReportLine
 from extractor.core.humanize import counted
 from extractor.core.locations import MANIFEST_NAME, SHARDS_DIRECTORY
-from extractor.shards.format import shard_name
 from extractor.shards.writer import (
-    OPEN_SHARDS,
-    SEALED_SHARDS,
     is_whole_on_disk,
     lost_rows,
+    open_names,
     remove_unknown,
     reopen_on_disk,
+    sealed_names,
     sealed_on_disk,
-    sealed_shard_path,
 )
-from extractor.system.files import sync_directory
-from manifest.records import Shard, StoredRow
+from manifest.records import Shard, StoredRow, shard_name
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
+from server_patch.directory import Directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class Reconciled:
     next_number: int  # of a new shard
 
 
-async def reconcile(owner: StoreOwner, directory: Path, *, report: ReportLine) -> Reconciled:
+async def reconcile(owner: StoreOwner, directory: Directory, *, report: ReportLine) -> Reconciled:
     """Reopen shards whose end is gone, register those that were sealed, and list the open ones.
 
     Raises UsageError for shards that the manifest should know of and does not, OSError.
@@ -61,8 +60,8 @@ async def reconcile(owner: StoreOwner, directory: Path, *, report: ReportLine) -
     for shard in shards:
         if shard.is_sealed and not shard.num_samples:
             # A repair moved all of them and was cut off before it came to this.
-            sealed_shard_path(directory, shard).unlink(missing_ok=True)
-            sync_directory(directory)
+            directory.unlink(shard.name)
+            directory.sync()
             await owner.call(partial(Store.drop_shard, number=shard.number))
             continue
         if shard.is_sealed and is_whole_on_disk(directory, shard):
@@ -70,9 +69,9 @@ async def reconcile(owner: StoreOwner, directory: Path, *, report: ReportLine) -
         rows = await owner.call(partial(Store.shard_rows, number=shard.number))
         lost = lost_rows(directory, shard, rows)
         if lost:
+            path, samples = directory.path / shard.name, counted(len(lost), "stored sample")
             report(
-                f"{directory / shard.name}: the bytes of {counted(len(lost), 'stored sample')} "
-                "are gone; they are extracted again",
+                f"{path}: the bytes of {samples} are gone; they are extracted again",
                 level="warning",
             )
             # The name first: until the manifest knows, the same samples are found lost again.
@@ -97,11 +96,16 @@ class ManifestLost(UsageError):
 
 
 def require_manifest(out: Path) -> None:
-    """Raise UsageError where shards lie beside a manifest file that is missing or empty."""
+    """Raise UsageError where shards lie beside a manifest that is missing, empty, or none."""
     path = out / MANIFEST_NAME
-    if not path.exists():
+    try:
+        facts = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
         _refuse_any(out, f"{path} is missing")
-    elif path.is_file() and not path.stat().st_size:
+        return
+    if not stat.S_ISREG(facts.st_mode):
+        _refuse_any(out, f"{path} is a link, or not a file")
+    elif not facts.st_size:
         _refuse_any(out, f"{path} is an empty file")
 
 
@@ -110,22 +114,23 @@ def require_begun(out: Path) -> None:
     _refuse_any(out, f"{out / MANIFEST_NAME} knows of no data set")
 
 
-def require_free_numbers(directory: Path, shards: Sequence[Shard]) -> None:
+def require_free_numbers(directory: Directory, shards: Sequence[Shard]) -> None:
     """Raise UsageError for a sealed file that the manifest does not know, under a name that a new
     shard would get: the manifest is older than the files. (An open one is from a crash.)"""
     next_name = shard_name(max((shard.number + 1 for shard in shards), default=0))
-    names = {path.name for path in directory.glob(SEALED_SHARDS)}
-    if strays := sorted(name for name in names if name >= next_name):
-        _refuse(
-            directory.parent, f"{directory.parent / MANIFEST_NAME} does not know of them", strays
-        )
+    if strays := [name for name in sealed_names(directory) if name >= next_name]:
+        out = directory.path.parent
+        _refuse(out, f"{out / MANIFEST_NAME} does not know of them", strays)
 
 
 def _refuse_any(out: Path, what: str) -> None:
-    directory = out / SHARDS_DIRECTORY
-    names = [path.name for kind in (SEALED_SHARDS, OPEN_SHARDS) for path in directory.glob(kind)]
+    try:
+        with Directory.open(out) as directory, directory.subdirectory(SHARDS_DIRECTORY) as shards:
+            names = open_names(shards) + sealed_names(shards)
+    except (FileNotFoundError, NotADirectoryError):
+        return
     if names:
-        _refuse(out, what, sorted(names))
+        _refuse(out, what, names)
 
 
 def _refuse(out: Path, what: str, names: Sequence[str]) -> None:

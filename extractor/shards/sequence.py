@@ -52,7 +52,7 @@ class ShardSequence:
         """The open shard, or a new one that the manifest knows."""
         if self._writer is None:
             expected = samples_expected(
-                shard_bytes=self._settings.output.shard_bytes,
+                shard_bytes=self._settings.shard_bytes,
                 mean_sample_bytes=mean_sample_bytes,
                 rows_left=max(1, self._rows.left),
             )
@@ -100,7 +100,7 @@ class ShardSequence:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except OSError as error:
-            raise storage_error(error, where=self._settings.directory) from error
+            raise storage_error(error, where=self._settings.directory.path) from error
 
 
 async def seal_left_open(settings: ShardSettings, owner: StoreOwner, found: OpenShard) -> None:

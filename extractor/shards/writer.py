@@ -9,15 +9,14 @@ what lies behind that is overwritten.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import xxhash
 
 from extractor.core.errors import UsageError
 from extractor.core.identity import Identity
-from extractor.core.run_options import Output
 from extractor.dumps.dump_reader import DumpPiece
 from extractor.shards.format import (
     encode_shard_header,
@@ -26,37 +25,39 @@ from extractor.shards.format import (
     samples_that_fit,
     shard_digest,
     shard_metadata,
-    shard_name,
 )
 from extractor.shards.sample_copy import append_sample, appended
 from extractor.system.direct_io import AppendFile
-from extractor.system.files import sync_directory
 from manifest.records import Shard, StoredRow, StoredSample
 from prompts.types import Prompt
+from server_patch.directory import Directory
 
-#: Patterns of the names below.
-SEALED_SHARDS = "shard-[0-9]*.safetensors"
-OPEN_SHARDS = ".shard-[0-9]*.open"
-
-
-def open_shard_path(directory: Path, shard: Shard) -> Path:
-    return directory / f".{Path(shard.name).stem}.open"
+_SEALED = re.compile(r"shard-\d+\.safetensors")
+_OPEN = re.compile(r"\.shard-\d+\.open")
 
 
-def sealed_shard_path(directory: Path, shard: Shard) -> Path:
-    return directory / shard.name
+def open_shard_name(shard: Shard) -> str:
+    return f".{shard.name.removesuffix('.safetensors')}.open"
+
+
+def sealed_names(directory: Directory) -> list[str]:
+    """The sorted names of sealed shards, known to the manifest or not."""
+    return sorted(filter(_SEALED.fullmatch, directory.names()))
+
+
+def open_names(directory: Directory) -> list[str]:
+    """The sorted names of open shards."""
+    return sorted(filter(_OPEN.fullmatch, directory.names()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings:
     """The properties that all shards of a data set share."""
 
-    output: Output
+    directory: Directory  # of the shards
+    file_mode: int
+    shard_bytes: int
     identity: Identity
-
-    @property
-    def directory(self) -> Path:
-        return self.output.shards_path
 
 
 class ShardWriter:
@@ -74,9 +75,10 @@ class ShardWriter:
         self._layout = settings.identity.layout
         self._samples = list(samples)  # (ordinal, num_tokens), in file order
         self._digests = list(digests)  # of each
-        self._path = open_shard_path(settings.directory, shard)
+        self._name = open_shard_name(shard)
         self._file = AppendFile(
-            self._path, position=shard.size_bytes, mode=settings.output.file_mode
+            settings.directory.open_to_write(self._name, mode=settings.file_mode),
+            position=shard.size_bytes,
         )
 
     @property
@@ -94,7 +96,6 @@ class ShardWriter:
         room = header_room(expected_samples, settings.identity.layout)
         shard = Shard(
             number=number,
-            name=shard_name(number),
             data_start=room,
             is_sealed=False,
             size_bytes=room,
@@ -102,9 +103,9 @@ class ShardWriter:
         )
         require_not_sealed(settings.directory, shard)
         # A leftover of this name is from a crash before the manifest learnt of it.
-        open_shard_path(settings.directory, shard).unlink(missing_ok=True)
+        settings.directory.unlink(open_shard_name(shard))
         writer = cls(settings, shard, [], [])
-        sync_directory(settings.directory)
+        settings.directory.sync()
         return writer
 
     @classmethod
@@ -125,7 +126,7 @@ class ShardWriter:
         if not self._samples:
             return True
         end = self.position + sample_bytes(num_tokens, self._layout)
-        return end <= self._settings.output.shard_bytes and len(self._samples) < samples_that_fit(
+        return end <= self._settings.shard_bytes and len(self._samples) < samples_that_fit(
             self.shard.data_start, self._layout
         )
 
@@ -184,8 +185,8 @@ class ShardWriter:
         # A look is enough: whoever writes here holds the directory's lock. (Renames that refuse
         # by themselves, and hard links, are not to be had on every file system.)
         require_not_sealed(self._settings.directory, self.shard)
-        os.rename(self._path, sealed_shard_path(self._settings.directory, self.shard))
-        sync_directory(self._settings.directory)
+        self._settings.directory.rename(self._name, self.shard.name)
+        self._settings.directory.sync()
         return shard_digest(digest, self._digests)
 
     @property
@@ -194,8 +195,8 @@ class ShardWriter:
 
     def discard(self) -> None:
         """Remove an open shard that holds no sample."""
-        self._path.unlink(missing_ok=True)
-        sync_directory(self._settings.directory)
+        self._settings.directory.unlink(self._name)
+        self._settings.directory.sync()
 
     def close(self) -> None:
         self._file.close()
@@ -207,56 +208,62 @@ def _digested(blocks: Iterable[bytes], digest: xxhash.xxh3_128) -> Iterator[byte
         yield block
 
 
-def require_not_sealed(directory: Path, shard: Shard) -> None:
+def require_not_sealed(directory: Directory, shard: Shard) -> None:
     """Raise UsageError when a sealed file has the name of a shard that is about to take it."""
-    path = sealed_shard_path(directory, shard)
-    if path.exists():
+    if directory.exists(shard.name):
         raise UsageError(
-            f"{path} exists already and is not the shard that would be written there. Restore the "
-            "manifest that knows of it, move the file away, or name another --out."
+            f"{directory.path / shard.name} exists already and is not the shard that would be "
+            "written there. Restore the manifest that knows of it, move the file away, or name "
+            "another --out."
         )
 
 
-def sealed_on_disk(directory: Path, shard: Shard, rows: Sequence[StoredRow]) -> str | None:
+def sealed_on_disk(directory: Directory, shard: Shard, rows: Sequence[StoredRow]) -> str | None:
     """The digest of a shard whose sealing got as far as the rename, whatever the manifest says."""
     try:
-        with open(sealed_shard_path(directory, shard), "rb") as file:
-            header = xxhash.xxh3_128(file.read(shard.data_start))
-            return shard_digest(header, (row.sample.digest for row in rows))
+        descriptor, _ = directory.open_file(shard.name)
     except FileNotFoundError:
         return None
+    with open(descriptor, "rb") as file:
+        header = xxhash.xxh3_128(file.read(shard.data_start))
+        return shard_digest(header, (row.sample.digest for row in rows))
 
 
-def is_whole_on_disk(directory: Path, shard: Shard) -> bool:
+def is_whole_on_disk(directory: Directory, shard: Shard) -> bool:
     """Whether the sealed file is there and reaches to the end of the shard's last sample."""
-    try:
-        return sealed_shard_path(directory, shard).stat().st_size >= shard.size_bytes
-    except FileNotFoundError:
-        return False
+    size = _size_of(directory, shard.name)
+    return size is not None and size >= shard.size_bytes
 
 
-def reopen_on_disk(directory: Path, shard: Shard) -> None:
+def reopen_on_disk(directory: Directory, shard: Shard) -> None:
     """Take a sealed shard's final name away, because samples of it are lost."""
-    sealed = sealed_shard_path(directory, shard)
-    if sealed.exists():
-        os.rename(sealed, open_shard_path(directory, shard))
-        sync_directory(directory)
+    if directory.exists(shard.name):
+        directory.rename(shard.name, open_shard_name(shard))
+        directory.sync()
 
 
-def remove_unknown(directory: Path, shards: Sequence[Shard]) -> None:
+def remove_unknown(directory: Directory, shards: Sequence[Shard]) -> None:
     """Remove open shards that the manifest never learnt of: none of their samples is stored."""
-    known = {open_shard_path(directory, shard) for shard in shards}
-    for path in directory.glob(OPEN_SHARDS):
-        if path not in known:
-            path.unlink()
+    known = {open_shard_name(shard) for shard in shards}
+    for name in open_names(directory):
+        if name not in known:
+            directory.unlink(name)
 
 
-def lost_rows(directory: Path, shard: Shard, rows: Sequence[StoredRow]) -> list[StoredRow]:
+def lost_rows(directory: Directory, shard: Shard, rows: Sequence[StoredRow]) -> list[StoredRow]:
     """The samples, given in file order, whose bytes are gone: a file is cut at its end only."""
-    sealed = sealed_shard_path(directory, shard)
-    path = sealed if sealed.exists() else open_shard_path(directory, shard)
+    size = _size_of(directory, shard.name)
+    if size is None:
+        size = _size_of(directory, open_shard_name(shard))
+    return [row for row in rows if size is None or row.sample.end > size]
+
+
+def _size_of(directory: Directory, name: str) -> int | None:
+    """The size of a shard; None where nothing has the name. Raises UnsafeFile for anything but a
+    regular file: its samples are not lost, they are somewhere else."""
     try:
-        size = path.stat().st_size
+        descriptor, facts = directory.open_file(name)
     except FileNotFoundError:
-        return list(rows)
-    return [row for row in rows if row.sample.end > size]
+        return None
+    os.close(descriptor)
+    return facts.st_size

@@ -21,8 +21,10 @@ import orjson
 from extractor.core.counters import Counters, Moment, ServerNow
 from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.status.report import session_document
-from extractor.system.files import read_regular
 from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
+from server_patch.directory import Directory
+from server_patch.fields import MAX_INTEGER, integer, mapping, number, object_of, text
+from server_patch.settings import DEFAULT_FILE_MODE
 
 LIVE_NAME = ".live.json"
 _MAX_BYTES = 4 << 20
@@ -45,12 +47,14 @@ class LiveFile:
 
     def __init__(
         self,
-        out: Path,
+        out: Directory,
         *,
+        file_mode: int = DEFAULT_FILE_MODE,
         interval_s: float = DEFAULT_TIMINGS.status.live_interval_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path = out / LIVE_NAME
+        self._out = out
+        self._file_mode = file_mode
         self._interval_s = interval_s
         self._clock = clock
         self._next = clock()
@@ -84,35 +88,32 @@ class LiveFile:
             self._thread = self._writing = None
             self._next = self._clock()
         with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            self._out.unlink(LIVE_NAME)
 
     def _write(self, data: bytes) -> None:
-        temporary = self._path.with_name(f"{LIVE_NAME}.tmp")
         with suppress(OSError):
-            temporary.write_bytes(data)
-            os.replace(temporary, self._path)
+            self._out.write_whole(LIVE_NAME, [data], mode=self._file_mode)
 
 
 def read_live(out: Path) -> Live | None:
     """The last document of the running session; None if none is running or has written one."""
     try:
-        document = _read(out / LIVE_NAME)
+        written = _read(out)
     except (OSError, ValueError):
         return None
-    namespace = document["pid_namespace"]
-    age_s = max(0.0, time.time() - document["written_at"])
-    if not is_same_process(document["pid"], document["pid_start_ticks"], namespace):
+    age_s = max(0.0, time.time() - written.at)
+    if not is_same_process(written.pid, written.pid_start_ticks, written.pid_namespace):
         return None
-    if namespace != pid_namespace() and age_s > DEFAULT_TIMINGS.status.stale_s:
+    if written.pid_namespace != pid_namespace() and age_s > DEFAULT_TIMINGS.status.stale_s:
         return None  # whether the process lives cannot be seen from here
-    return Live(pid=document["pid"], age_s=age_s, session=document["session"])
+    return Live(pid=written.pid, age_s=age_s, session=written.session)
 
 
 def live_problem(out: Path) -> str | None:
     """The problem with `.live.json`; None if it is sound, left by a killed run, or missing."""
     path = out / LIVE_NAME
     try:
-        _read(path)
+        _read(out)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -122,37 +123,53 @@ def live_problem(out: Path) -> str | None:
     return None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The document, in the shape that its readers expect. Raises OSError, ValueError."""
-    document = orjson.loads(read_regular(path, max_bytes=_MAX_BYTES))
-    _require_shape(document, _document_like(), "the document")
-    return dict(document)
+@dataclass(frozen=True, kw_only=True)
+class _LiveDocument:
+    """The content of `.live.json`."""
+
+    pid: int
+    pid_start_ticks: int
+    pid_namespace: str
+    at: float  # seconds since the epoch
+    session: dict[str, Any]
+
+
+def _read(out: Path) -> _LiveDocument:
+    """Raises OSError, ValueError for a document that is not in the shape that readers expect."""
+    with Directory.open(out) as directory:
+        data = directory.read(LIVE_NAME, max_bytes=_MAX_BYTES)
+    document = object_of(data, what="the document", loads=orjson.loads)
+    return _LiveDocument(
+        pid=integer(document, "pid", minimum=1),
+        pid_start_ticks=integer(document, "pid_start_ticks", minimum=0),
+        pid_namespace=text(document, "pid_namespace"),
+        at=number(document, "written_at", minimum=0, maximum=MAX_INTEGER),
+        session=_shaped(mapping(document, "session"), _session_like(), "session"),
+    )
 
 
 @functools.cache
-def _document_like() -> dict[str, Any]:
-    """An example document that has every field."""
+def _session_like() -> dict[str, Any]:
+    """An example session that has every field."""
     server = ServerNow(url="", is_up=True, in_flight=0, request_limit=0, num_prompts=0)
-    session = session_document(Counters(now=Moment(servers=(server,))))
-    return {
-        "pid": 0, "pid_start_ticks": 0, "pid_namespace": "", "written_at": 0.0, "session": session,
-    }  # fmt: skip
+    return session_document(Counters(now=Moment(servers=(server,))))
 
 
-def _require_shape(value: object, example: object, name: str) -> None:
-    """Raise ValueError if a value or a part of it has not the kind that it has in `example`."""
+def _shaped(value: object, example: object, name: str) -> Any:
+    """The fields of `value` that `example` has. Raises ValueError if one has not the kind that it
+    has there. An empty example holds numbers, by any name."""
     if (kind := _kind(example)) is not _kind(value):
         raise ValueError(f"{name} is missing, or is not {kind.__name__}")
     if isinstance(value, dict) and isinstance(example, dict):
-        for key, inner in example.items():
-            _require_shape(value.get(key), inner, key)
-    elif isinstance(value, list) and isinstance(example, list):
-        for item in value:
-            _require_shape(item, example[0], name)
+        examples = example or dict.fromkeys(value, 0)
+        return {key: _shaped(value.get(key), inner, key) for key, inner in examples.items()}
+    if isinstance(value, list) and isinstance(example, list):
+        return [_shaped(item, example[0], name) for item in value]
+    return value
 
 
 def _kind(value: object) -> type:
-    """The type of a JSON value. Numbers are of one type, except those beyond 64 bits."""
+    """The type of a JSON value. Numbers are of one type, except those that no figure has."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return type(value)
-    return float if abs(value) < 2**63 else object
+    return float if 0 <= value <= MAX_INTEGER else object

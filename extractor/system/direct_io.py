@@ -12,7 +12,6 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from extractor.system.files import file_system_type, write_at
 
@@ -29,14 +28,14 @@ class AppendFile:
     """Not thread-safe. `position` is where the next byte goes; what lies behind it in the file is
     of no meaning (padding of the last direct write, or an earlier process's rest)."""
 
-    def __init__(self, path: Path, *, position: int, mode: int) -> None:
-        """Open or create `path`. Raises OSError."""
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, mode)
-        self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # whole pages: aligned
+    def __init__(self, descriptor: int, *, position: int) -> None:
+        """Take over the descriptor of a file that is open to read and write. Raises OSError."""
+        self._descriptor = descriptor
         self._base = 0  # file offset of the buffer's begin, aligned
         self._fill = 0
         try:
-            if file_system_type(path) in DIRECT_FILE_SYSTEMS:
+            self._buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))  # whole pages: aligned
+            if file_system_type(descriptor) in DIRECT_FILE_SYSTEMS:
                 self._set_direct(True)
             self.rewind(position)
         except BaseException:

@@ -1,15 +1,13 @@
-"""Plain file operations in durable order. Linux."""
+"""Reads and writes at offsets of open files, and looks at paths and file systems. Linux."""
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from extractor.core.errors import UsageError
-from server_patch.directory import Directory
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -21,32 +19,12 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         view = view[written:]
 
 
-def open_regular(path: Path) -> int:
-    """Open a regular file for reading, never a link or a waiting pipe. Raises OSError."""
-    with Directory.open(path.parent) as directory:
-        return directory.open_file(path.name)[0]
-
-
 def is_regular(path: Path | str) -> bool:
     """Whether `path` is a regular file, not a link to one."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:
         return False
-
-
-def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """Read a regular file of at most `max_bytes`. Raises OSError, also for a larger file."""
-    descriptor = open_regular(path)
-    try:
-        if os.fstat(descriptor).st_size > max_bytes:
-            raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
-        data = bytearray()
-        while len(data) <= max_bytes and (part := os.read(descriptor, max_bytes + 1)):
-            data += part
-        return bytes(data[:max_bytes])
-    finally:
-        os.close(descriptor)
 
 
 def read_into(source: int | bytes, view: memoryview, offset: int) -> None:
@@ -76,34 +54,6 @@ def blocks(
         yield block, at - begin
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_whole(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` by `data`: there is the old content or the new, never a part of it.
-
-    One writer at a time: a temporary file that a killed one left is taken over by the next.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    try:
-        write_at(descriptor, data, 0)
-        os.fsync(descriptor)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
 def dangling_link(path: Path) -> Path | None:
     """The first part of `path` that is a dangling link, if any. Raises OSError for a loop."""
     for part in (*reversed(path.parents), path):
@@ -121,8 +71,9 @@ def free_bytes(path: Path) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
-def file_system_type(path: Path) -> str:
-    """The kernel's name of the file system of `path`, such as nfs4; empty if it is unknown."""
+def file_system_type(path: Path | int) -> str:
+    """The kernel's name of the file system of a file, by its path or descriptor, such as nfs4;
+    empty if it is unknown."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

@@ -10,47 +10,53 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from extractor.core.errors import ExtractorError, OutputBusy, storage_error
-from extractor.system.files import read_regular
 from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
 from manifest.causes import NO_LOCKS_ERRNOS
+from server_patch.directory import Directory
+from server_patch.settings import DEFAULT_FILE_MODE
 
 LOCK_NAME = ".lock"
 
 
 @contextmanager
-def exclusive(out: Path) -> Iterator[None]:
-    """Hold `out` for this process; the kernel lets go of it however the process ends.
+def exclusive(out: Path, *, file_mode: int = DEFAULT_FILE_MODE) -> Iterator[Directory]:
+    """Hold `out` for this process, open; the kernel lets go of it however the process ends.
 
-    Raises OutputBusy naming the process that holds it, UsageError if the directory cannot be
-    written or locked, and SpaceError.
+    Files that a killed holder had not finished are removed. Raises OutputBusy naming the process
+    that holds it, UsageError if the directory cannot be written or locked, and SpaceError.
     """
     try:
-        descriptor = os.open(out / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        directory = Directory.open(out)
+        descriptor = directory.open_to_write(LOCK_NAME, mode=file_mode)
     except OSError as error:
         raise storage_error(error, where=out) from error
-    try:
+    with directory:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = (os.pread(descriptor, 128, 0).decode(errors="replace").split() or ["unknown"])[
-                0
-            ]
-            raise OutputBusy(
-                f"{out} is being written by process {holder}. "
-                "Wait for it, stop it, or use another --out."
-            ) from None
-        except OSError as error:
-            raise _without_locks(out, error) from error
-        os.ftruncate(descriptor, 0)
-        start_ticks, namespace = process_start_ticks(os.getpid()), pid_namespace()
-        os.pwrite(descriptor, f"{os.getpid()} {start_ticks} {namespace}".encode(), 0)
-        try:
-            yield
+            _lock(out, descriptor)
+            directory.remove_unfinished()
+            os.ftruncate(descriptor, 0)
+            start_ticks, namespace = process_start_ticks(os.getpid()), pid_namespace()
+            os.pwrite(descriptor, f"{os.getpid()} {start_ticks} {namespace}".encode(), 0)
+            try:
+                yield directory
+            finally:
+                with suppress(OSError):  # the error that ended this is the one to show
+                    os.ftruncate(descriptor, 0)
         finally:
-            with suppress(OSError):  # the error that ended this is the one to show
-                os.ftruncate(descriptor, 0)
-    finally:
-        os.close(descriptor)
+            os.close(descriptor)
+
+
+def _lock(out: Path, descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        (holder, *_) = os.pread(descriptor, 128, 0).decode(errors="replace").split() or [""]
+        raise OutputBusy(
+            f"{out} is being written by process {holder if holder.isdecimal() else 'unknown'}. "
+            "Wait for it, stop it, or use another --out."
+        ) from None
+    except OSError as error:
+        raise _without_locks(out, error) from error
 
 
 def _without_locks(out: Path, error: OSError) -> ExtractorError:
@@ -67,9 +73,9 @@ def writer_of(out: Path) -> int | None:
     By what it wrote: trying the lock would get in the way of a run that starts.
     """
     try:
-        pid, start_ticks, namespace = (
-            read_regular(out / LOCK_NAME, max_bytes=4096).decode(errors="replace").split()
-        )
+        with Directory.open(out) as directory:
+            content = directory.read(LOCK_NAME, max_bytes=4096)
+        pid, start_ticks, namespace = content.decode(errors="replace").split()
         if int(pid) == os.getpid() or namespace != pid_namespace():
             return None
         return int(pid) if is_same_process(int(pid), int(start_ticks), namespace) else None

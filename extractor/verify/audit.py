@@ -18,9 +18,8 @@ from extractor.core.locations import DATASET_NAME, MANIFEST_NAME, SHARDS_DIRECTO
 from extractor.shards.dataset import dataset_document
 from extractor.shards.recovery import ManifestLost, require_begun, require_manifest
 from extractor.shards.sample_copy import BLOCK_BYTES
-from extractor.shards.writer import open_shard_path, sealed_shard_path
+from extractor.shards.writer import open_shard_name
 from extractor.status.live_file import live_problem
-from extractor.system.files import open_regular, read_regular
 from extractor.system.lock import writer_of
 from extractor.verify.findings import Audit, FindingKind, Progress
 from extractor.verify.manifest_audit import ManifestAuditor
@@ -30,6 +29,7 @@ from manifest.decoding import shown
 from manifest.exceptions import ManifestDamaged
 from manifest.records import Shard
 from manifest.store import Store
+from server_patch.directory import Directory
 
 _MAX_DATASET_BYTES = 16 << 20
 _MAX_DIFFERENCES = 100
@@ -63,16 +63,16 @@ def audit(out: Path, *, fast: bool = False, progress: Progress = lambda _: None)
         found.findings.find(FindingKind.MANIFEST_DAMAGED, str(error))
         return found
     try:
-        _Auditor(out, store, found, progress=progress).run()
+        with Directory.open(out) as directory:
+            _Auditor(directory, store, found, progress=progress).run()
         return found
     finally:
         store.close()
 
 
 class _Auditor:
-    def __init__(self, out: Path, store: Store, found: Audit, *, progress: Progress) -> None:
+    def __init__(self, out: Directory, store: Store, found: Audit, *, progress: Progress) -> None:
         self._out = out
-        self._directory = out / SHARDS_DIRECTORY
         self._store = store
         self._progress = progress
         self._block = memoryview(bytearray(BLOCK_BYTES))
@@ -85,7 +85,7 @@ class _Auditor:
         self._audit.contents = self._manifest.contents
         self._manifest.survives(self._check_samples)
         self._check_unknown_files()
-        if (problem := live_problem(self._out)) is not None:
+        if (problem := live_problem(self._out.path)) is not None:
             self._find(FindingKind.LIVE_DAMAGED, problem)
 
     def _check_samples(self) -> None:
@@ -103,9 +103,9 @@ class _Auditor:
                 )
 
     def _check_provenance(self, identity: Identity) -> None:
-        path, starts = self._out / DATASET_NAME, self._manifest.contents.starts
+        path, starts = self._out.path / DATASET_NAME, self._manifest.contents.starts
         try:
-            stated = read_regular(path, max_bytes=_MAX_DATASET_BYTES)
+            stated = self._out.read(DATASET_NAME, max_bytes=_MAX_DATASET_BYTES)
         except OSError as error:
             if error.errno in LIMIT_ERRNOS:
                 raise
@@ -119,8 +119,12 @@ class _Auditor:
         if not isinstance(document, dict):
             self._find(FindingKind.PROVENANCE, f"{path} is not a JSON object")
             return
-        # Whatever the order of its keys, which other versions wrote differently.
-        is_canonical = stated == orjson.dumps(document, option=orjson.OPT_INDENT_2)
+        try:
+            # Whatever the order of its keys, which other versions wrote differently.
+            is_canonical = stated == orjson.dumps(document, option=orjson.OPT_INDENT_2)
+        except TypeError as error:
+            self._find(FindingKind.PROVENANCE, f"{path} cannot be compared: {error}")
+            return
         expected = orjson.loads(dataset_document(identity, starts))
         if not starts:
             # An older version wrote it and recorded no starts: the manifest lacks these fields.
@@ -137,24 +141,21 @@ class _Auditor:
             self._find(FindingKind.PROVENANCE, f"{path} is not written as this tool writes it")
 
     def _check_shard(self, shard: Shard, identity: Identity) -> None:
-        path = sealed_shard_path(self._directory, shard)
         if not shard.is_sealed:
             self._find(
                 FindingKind.SHARD_UNSEALED,
                 f"the run that fills it has not finished; {self._audit.remedy}",
                 shard=shard,
             )
-            if not os.path.lexists(path):
-                path = open_shard_path(self._directory, shard)
         try:
-            descriptor = open_regular(path)
+            descriptor = self._opened(shard)
         except OSError as error:
             if error.errno in LIMIT_ERRNOS:
                 raise
             lost = counted(shard.num_samples, "sample")
             self._find(
                 FindingKind.SHARD_MISSING,
-                f"{path}: {error.strerror}; lost: {lost}",
+                f"{error.filename}: {error.strerror}; lost: {lost}",
                 shard=shard,
             )
             return
@@ -167,18 +168,26 @@ class _Auditor:
         finally:
             os.close(descriptor)
 
+    def _opened(self, shard: Shard) -> int:
+        with self._out.subdirectory(SHARDS_DIRECTORY) as directory:
+            is_open = not shard.is_sealed and not directory.exists(shard.name)
+            descriptor, _ = directory.open_file(open_shard_name(shard) if is_open else shard.name)
+            return descriptor
+
     def _check_unknown_files(self) -> None:
         known = {shard.name for shard in self._manifest.shards}
-        known |= {open_shard_path(self._directory, shard).name for shard in self._manifest.shards}
+        known |= {open_shard_name(shard) for shard in self._manifest.shards}
         try:
-            names = set(os.listdir(self._directory))
+            with self._out.subdirectory(SHARDS_DIRECTORY) as directory:
+                names = set(directory.names())
         except FileNotFoundError:
             return
         except OSError as error:
-            self._find(FindingKind.SHARD_UNKNOWN, f"{self._directory}: {error.strerror}")
+            path = self._out.path / SHARDS_DIRECTORY
+            self._find(FindingKind.SHARD_UNKNOWN, f"{path}: {error.strerror}")
             return
         for name in sorted(names - known):
-            self._find(FindingKind.SHARD_UNKNOWN, f"{self._directory / name}")
+            self._find(FindingKind.SHARD_UNKNOWN, f"{directory.path / name}")
 
 
 def _differences(one: object, other: object, place: str = "") -> Iterator[tuple[str, str, str]]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 from extractor.core.errors import CorruptData, UsageError
 from extractor.core.identity import Identity
 from extractor.servers.canary import ids_of
-from extractor.shards.format import shard_name
 from extractor.verify.findings import Contents, FindingKind, Findings
 from manifest.decoding import Damage, as_json, shown
 from manifest.exceptions import ManifestDamaged
@@ -32,7 +30,7 @@ class ManifestAuditor:
     def __init__(self, store: Store, findings: Findings, *, remedy: str) -> None:
         """`remedy`: the advice for unfinished work."""
         self.contents = Contents()
-        self.shards: list[Shard] = []  # that can be read, under the names that they must have
+        self.shards: list[Shard] = []  # that can be read
         self._store = store
         self._findings = findings
         self._remedy = remedy
@@ -132,13 +130,9 @@ class ManifestAuditor:
     def _read_shards(self) -> None:
         records = self._store.checked_shards()
         self.contents.num_shards = len(records)
-        for _, shard in self._sound(records):
-            if shard.name != (name := shard_name(shard.number)):
-                # Do not open the file under the recorded name: it may point anywhere.
-                self._damaged(
-                    f"shards, row {shard.number}: name is {shown(shard.name)}, must be {name}"
-                )
-            self.shards.append(replace(shard, name=name))
+        self.shards += [shard for _, shard in self._sound(records)]
+        for damage in self._store.checked_shard_names():
+            self._damaged(str(damage))
 
     def _read_totals(self) -> None:
         self.contents.totals = self._store.totals()

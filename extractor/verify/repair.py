@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,20 @@ from extractor.core.errors import CorruptData, UsageError, storage_error
 from extractor.core.humanize import counted
 from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME, MANIFEST_NAME
-from extractor.core.run_options import Output
+from extractor.core.run_options import DEFAULT_SHARD_BYTES
 from extractor.shards.dataset import dataset_document
-from extractor.shards.format import shard_name
+from extractor.shards.output_dir import OutputDirectory
 from extractor.shards.recovery import ManifestLost
-from extractor.shards.writer import ShardSettings, ShardWriter, sealed_shard_path
+from extractor.shards.writer import ShardSettings, ShardWriter
 from extractor.status.live_file import LIVE_NAME
-from extractor.system.files import is_regular, sync_directory, write_whole
 from extractor.system.lock import exclusive
 from extractor.verify.audit import audit, open_manifest
 from extractor.verify.findings import Audit, FindingKind, Findings, Progress
 from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceError
 from manifest.records import Forgotten, Relocated, Shard, StoredRow
 from manifest.store import Store
+from server_patch.directory import Directory
+from server_patch.settings import DEFAULT_FILE_MODE
 
 _ADVICE = (
     "Nothing was changed. Only the manifest knew what it held: restore it from a copy, or extract "
@@ -91,14 +92,28 @@ def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple
     with suppress(ManifestDamaged, ManifestLost):
         open_manifest(out).close()
     try:
-        with exclusive(out):
+        file_mode = _file_mode(out)
+        with ExitStack() as stack:
+            directory = stack.enter_context(exclusive(out, file_mode=file_mode))
             found = audit(out, progress=progress)
-            return found, _repair(out, found)
+            try:
+                output = stack.enter_context(OutputDirectory.opened(directory, file_mode=file_mode))
+            except UsageError as error:
+                return found, Repair(refused=str(error))
+            return found, _repair(output, found)
     except OSError as error:
         raise storage_error(error, where=out) from error
 
 
-def _repair(out: Path, found: Audit) -> Repair:
+def _file_mode(out: Path) -> int:
+    """The permission bits of the manifest, which new files get, too."""
+    with suppress(FileNotFoundError):
+        return (out / MANIFEST_NAME).lstat().st_mode & 0o666 | DEFAULT_FILE_MODE
+    return DEFAULT_FILE_MODE
+
+
+def _repair(output: OutputDirectory, found: Audit) -> Repair:
+    out = output.out.path
     try:
         open_manifest(out).close()
         store = Store.create_or_open(out / MANIFEST_NAME)
@@ -106,7 +121,7 @@ def _repair(out: Path, found: Audit) -> Repair:
         return Repair(refused=f"{error} {_ADVICE}")
     with closing(store):
         try:
-            repairer = _Repairer(out, store, found.findings)
+            repairer = _Repairer(output, store, found.findings)
             repairer.mend_manifest()
         except ManifestSpaceError:
             raise
@@ -119,35 +134,38 @@ def _repair(out: Path, found: Audit) -> Repair:
 
 
 class _Repairer:
-    def __init__(self, out: Path, store: Store, findings: Findings) -> None:
+    def __init__(self, output: OutputDirectory, store: Store, findings: Findings) -> None:
         self.repair = Repair()
-        self._out = out
+        self._output = output
         self._store = store
         self._findings = findings
-        identity = Identity.from_document(store.identity())
-        self._settings = ShardSettings(output=Output(directory=out), identity=identity)
+        self._settings = ShardSettings(
+            directory=output.shards,
+            file_mode=output.file_mode,
+            shard_bytes=DEFAULT_SHARD_BYTES,
+            identity=Identity.from_document(store.identity()),
+        )
 
     def mend_manifest(self) -> None:
         """Drop damaged rows, and make indexes and counts from the others."""
         if FindingKind.MANIFEST_DAMAGED in self._findings.counts:
             rows = self._findings.damaged_rows
-            names = {shard.number: shard_name(shard.number) for shard in self._store.shards()}
-            self._store.mend(drop=rows, shard_names=names)
+            self._store.mend(drop=rows)
             self.repair.rows, self.repair.manifest = len(rows), True
 
     def write_dataset(self) -> None:
         """Write a damaged `dataset.json` from the manifest, if that holds all of it."""
-        path = self._out / DATASET_NAME
-        if FindingKind.PROVENANCE not in self._findings.counts or self._is_strange(path):
+        is_wrong = FindingKind.PROVENANCE in self._findings.counts
+        if not is_wrong or self._is_strange(self._output.out, DATASET_NAME):
             return
         if starts := self._store.server_starts():
-            write_whole(path, dataset_document(self._settings.identity, starts))
+            self._output.write(DATASET_NAME, dataset_document(self._settings.identity, starts))
             self.repair.dataset = True
 
     def remove_live_file(self) -> None:
-        path = self._out / LIVE_NAME
-        if FindingKind.LIVE_DAMAGED in self._findings.counts and is_regular(path):
-            path.unlink(missing_ok=True)
+        out = self._output.out
+        if FindingKind.LIVE_DAMAGED in self._findings.counts and out.is_regular(LIVE_NAME):
+            out.unlink(LIVE_NAME)
 
     def replace_shards(self) -> None:
         """Replace the damaged shards by their sound samples."""
@@ -158,7 +176,7 @@ class _Repairer:
             # An open shard is first sealed by the run that fills it: a hole in it would stay one.
             if not shard.is_sealed or shard.number not in self._findings.damaged_shards:
                 continue
-            if self._is_strange(sealed_shard_path(self._settings.directory, shard)):
+            if self._is_strange(self._settings.directory, shard.name):
                 continue
             rows = self._store.shard_rows(shard.number)
             num_kept = self._replace(shard, rows, self._findings.damaged_samples)
@@ -166,17 +184,17 @@ class _Repairer:
             self.repair.kept += num_kept
             self.repair.planned += len(rows) - num_kept
 
-    def _is_strange(self, path: Path) -> bool:
-        """Whether something that this tool did not write is at the path, to be left alone."""
-        is_strange = os.path.lexists(path) and not is_regular(path)
+    def _is_strange(self, directory: Directory, name: str) -> bool:
+        """Whether something that this tool did not write has the name, to be left alone."""
+        is_strange = directory.exists(name) and not directory.is_regular(name)
         if is_strange:
-            self.repair.unknown.append(str(path))
+            self.repair.unknown.append(str(directory.path / name))
         return is_strange
 
     def _replace(self, shard: Shard, rows: Sequence[StoredRow], damaged: Collection[int]) -> int:
         """Move the sound samples of a shard to a new one; return their number."""
-        path = sealed_shard_path(self._settings.directory, shard)
-        if not path.exists():
+        directory = self._settings.directory
+        if not directory.exists(shard.name):
             self._store.forget_stored([row.ordinal for row in rows])
             return 0
         sound = [row for row in rows if row.ordinal not in damaged]
@@ -186,9 +204,9 @@ class _Repairer:
         )
         try:
             self._store.add_shard(writer.shard)
-            self._move(writer, rows, path, damaged)
-            path.unlink()
-            sync_directory(path.parent)
+            self._move(writer, rows, shard, damaged)
+            directory.unlink(shard.name)
+            directory.sync()
             self._store.drop_shard(shard.number)
             num_kept = writer.num_samples
             if num_kept:
@@ -201,10 +219,10 @@ class _Repairer:
             writer.close()
 
     def _move(
-        self, writer: ShardWriter, rows: Sequence[StoredRow], path: Path, damaged: Collection[int]
+        self, writer: ShardWriter, rows: Sequence[StoredRow], shard: Shard, damaged: Collection[int]
     ) -> None:
         changes: list[Relocated | Forgotten] = []
-        source = os.open(path, os.O_RDONLY)
+        source, _ = self._settings.directory.open_file(shard.name)
         try:
             for row in rows:
                 offset = None if row.ordinal in damaged else writer.append_stored(row, source)

@@ -52,9 +52,8 @@ class Fault:
 _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("open", re.compile(r"/shards/\.shard-\d+\.open$")),
     ("shards", re.compile(r"/shards$")),
-    ("provenance", re.compile(r"/\.dataset\.json\.tmp$")),
     ("out", re.compile(r"/out$")),
-    ("trial", re.compile(r"/(\.writable|\.tmp-client-\w+)$")),
+    ("trial", re.compile(r"/\.tmp-client-\w+$")),
     ("dump", re.compile(r"/\d{10}\.(safetensors|error\.json)$")),
 )
 #: (function of os, kind of file) -> step.
@@ -66,9 +65,9 @@ _OPERATIONS: dict[tuple[str, str], str] = {
     ("rename", "open"): "seal-rename",
     ("unlink", "open"): "shard-discard",
     ("fsync", "shards"): "shards-sync",
-    ("pwrite", "provenance"): "provenance-write",
+    ("writev", "provenance"): "provenance-write",
     ("fsync", "provenance"): "provenance-sync",
-    ("replace", "provenance"): "provenance-rename",
+    ("rename", "provenance"): "provenance-rename",
     ("fsync", "out"): "out-sync",
     ("unlink", "dump"): "dump-unlink",
     ("unlink", "trial"): "trial-unlink",
@@ -83,16 +82,28 @@ _STORE_STEPS = {
 }
 
 
-def _step_of(
-    function: str, target: Any, real_readlink: Callable[[str], str], directory: int | None
-) -> str | None:
-    path = os.fspath(target) if not isinstance(target, int) else _path_of(target, real_readlink)
-    if directory is not None:
-        path = f"{_path_of(directory, real_readlink)}/{path}"
+#: A file that is being written has a random name: what it is to be, by thread.
+_writing = threading.local()
+_UNFINISHED = re.compile(r"/out/\.tmp-[0-9a-f]{16}$")
+_KINDS_OF_UNFINISHED = {"dataset.json": "provenance", None: "trial"}
+
+
+def _step_of(function: str, path: str) -> str | None:
+    if _UNFINISHED.search(path):
+        kind = _KINDS_OF_UNFINISHED.get(getattr(_writing, "name", None))
+        return _OPERATIONS.get((function, kind)) if kind is not None else None
     for kind, pattern in _KINDS:
-        if pattern.search(str(path)):
+        if pattern.search(path):
             return _OPERATIONS.get((function, kind))
     return None
+
+
+def _full_path(target: Any, directory: int | None, real_readlink: Callable[[str], str]) -> str:
+    """The path of a descriptor, or of a name in an open directory."""
+    if isinstance(target, int):
+        return _path_of(target, real_readlink)
+    path = os.fspath(target)
+    return path if directory is None else f"{_path_of(directory, real_readlink)}/{path}"
 
 
 def _path_of(descriptor: int, real_readlink: Callable[[str], str]) -> str:
@@ -197,7 +208,7 @@ def _damage_dump(path: Path, how: str) -> None:
 def install(plan: Sequence[Fault], trace: Path, server_pid: int) -> None:
     """Wrap everything that makes a step, in this process, for good."""
     steps = Steps(plan, trace, server_pid)
-    for function in ("pwrite", "fdatasync", "fsync", "ftruncate", "rename", "replace", "unlink"):
+    for function in ("pwrite", "writev", "fdatasync", "fsync", "ftruncate", "rename", "unlink"):
         _wrap_os(function, steps)
     _wrap_open(steps)
     _wrap_store(steps)
@@ -208,7 +219,8 @@ def _wrap_os(function: str, steps: Steps) -> None:
     real, readlink = getattr(os, function), os.readlink
 
     def wrapper(target: Any, *args: Any, **kwargs: Any) -> Any:
-        step = _step_of(function, target, readlink, kwargs.get("dir_fd", kwargs.get("src_dir_fd")))
+        directory = kwargs.get("dir_fd", kwargs.get("src_dir_fd"))
+        step = _step_of(function, _full_path(target, directory, readlink))
         if step == "copy" and args[1] == 0:
             step = "header-write"
         if step is None:
@@ -228,10 +240,12 @@ def _wrap_os(function: str, steps: Steps) -> None:
 
 
 def _wrap_open(steps: Steps) -> None:
-    real = os.open
+    real, readlink = os.open, os.readlink
 
     def wrapper(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_CREAT and re.search(r"/shards/\.shard-\d+\.open$", os.fspath(path)):
+        if flags & os.O_CREAT and re.search(
+            r"/shards/\.shard-\d+\.open$", _full_path(path, kwargs.get("dir_fd"), readlink)
+        ):
             with steps.at("shard-create", path):
                 return real(path, flags, *args, **kwargs)
         return real(path, flags, *args, **kwargs)
@@ -246,8 +260,8 @@ def _wrap_store(steps: Steps) -> None:
         _wrap_method(Store, method, step, steps)
     real = Store.create_or_open
 
-    def create_or_open(path: Path) -> Store:
-        store = real(path)
+    def create_or_open(path: Path, **kwargs: Any) -> Store:
+        store = real(path, **kwargs)
         _hook_rows(store._db.conn, steps)
         return store
 
@@ -279,7 +293,17 @@ def _wrap_method(owner: type, method: str, step: str, steps: Steps) -> None:
 def _wrap_rest(steps: Steps) -> None:
     import extractor.dumps.dump_reader
     from extractor.servers.client import Client
+    from server_patch.directory import Directory
     from server_patch.dump_format import read_beginning
+
+    write_whole = Directory.write_whole
+
+    def write(self: Directory, name: str, *args: Any, **kwargs: Any) -> int:
+        _writing.name = name
+        try:
+            return write_whole(self, name, *args, **kwargs)
+        finally:
+            _writing.name = None
 
     generate, flock = Client.generate, fcntl.flock
 
@@ -297,6 +321,7 @@ def _wrap_rest(steps: Steps) -> None:
 
     _put(extractor.dumps.dump_reader, "read_beginning", seen)
     _put(Client, "generate", send)
+    _put(Directory, "write_whole", write)
     _put(fcntl, "flock", lock)
 
 

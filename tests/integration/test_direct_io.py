@@ -54,10 +54,14 @@ def test_the_file_holds_what_was_appended(steps: list[tuple[str, int]], begin: i
             check_steps(Path(directory) / "file", steps, begin)
 
 
+def opened(path: Path, *, position: int) -> AppendFile:
+    return AppendFile(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), position=position)
+
+
 def check_steps(path: Path, steps: list[tuple[str, int]], begin: int) -> None:
     model = bytearray(begin)  # nobody wrote the first bytes yet: zeros
     durable = begin
-    file = AppendFile(path, position=begin, mode=0o600)
+    file = opened(path, position=begin)
     for number, (step, amount) in enumerate(steps):
         match step:
             case "write":
@@ -76,7 +80,7 @@ def check_steps(path: Path, steps: list[tuple[str, int]], begin: int) -> None:
             case "reopen":
                 file.close()
                 del model[durable:]
-                file = AppendFile(path, position=durable, mode=0o600)
+                file = opened(path, position=durable)
         assert file.position == len(model)
     head = b"head"[:begin]
     file.finish([head[:2], head[2:]])
@@ -86,7 +90,7 @@ def check_steps(path: Path, steps: list[tuple[str, int]], begin: int) -> None:
 
 
 def test_writes_are_direct_on_a_local_disk_and_only_there(path: Path) -> None:
-    file = AppendFile(path, position=0, mode=0o600)
+    file = opened(path, position=0)
     flags = fcntl.fcntl(file._descriptor, fcntl.F_GETFL)
     file.close()
     assert bool(flags & os.O_DIRECT) == (file_system_type(path) in DIRECT_FILE_SYSTEMS)
@@ -111,11 +115,11 @@ def test_a_disk_that_refuses_our_alignment_gets_buffered_writes(
 
     monkeypatch.setattr(os, "pwrite", refusing)
     monkeypatch.setattr(os, "preadv", refusing_too)
-    file = AppendFile(path, position=0, mode=0o600)
+    file = opened(path, position=0)
     file.write(b"abc" * 5000)
     file.sync()
     file.close()
-    file = AppendFile(path, position=15_000, mode=0o600)  # in the midst of a block: it is read
+    file = opened(path, position=15_000)  # in the midst of a block: it is read
     file.write(b"abc")
     file.finish([])
     file.close()
@@ -125,7 +129,7 @@ def test_a_disk_that_refuses_our_alignment_gets_buffered_writes(
 def test_what_cannot_be_written_is_kept_and_can_be_written_later(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = AppendFile(path, position=0, mode=0o600)
+    file = opened(path, position=0)
     file.write(b"abc" * 5000)
 
     def full(*_: object) -> None:

@@ -31,6 +31,7 @@ from extractor.system.lock import LOCK_NAME, exclusive, writer_of
 from extractor.testing.fake_server import FakeServer
 from manifest.exceptions import ManifestMissing
 from manifest.states import Reason, State
+from server_patch.directory import Directory
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -86,7 +87,7 @@ def drawn(picture: RenderableType, *, width: int) -> str:
 
 def test_another_process_reads_what_a_session_says_until_it_ends(tmp_path: Path) -> None:
     assert read_live(tmp_path) is None
-    file = LiveFile(tmp_path)
+    file = LiveFile(Directory.open(tmp_path))
     file.update(some_counters())
     written(file)
     live = read_live(tmp_path)
@@ -105,7 +106,7 @@ def test_another_process_reads_what_a_session_says_until_it_ends(tmp_path: Path)
 
 def test_it_is_written_once_a_second_however_often_the_run_reports(tmp_path: Path) -> None:
     clock = Clock()
-    file = LiveFile(tmp_path, clock=clock)
+    file = LiveFile(Directory.open(tmp_path), clock=clock)
     counters, seen = some_counters(), set()
     for _ in range(30):
         clock.now += 0.1
@@ -121,7 +122,7 @@ def test_it_is_written_once_a_second_however_often_the_run_reports(tmp_path: Pat
 
 def test_a_killed_run_is_not_taken_for_a_live_one(tmp_path: Path) -> None:
     """Its pid may be somebody else's by now: the start time tells."""
-    file = LiveFile(tmp_path)
+    file = LiveFile(Directory.open(tmp_path))
     file.update(some_counters())
     written(file)
     path = tmp_path / LIVE_NAME
@@ -165,7 +166,7 @@ def test_a_torn_file_is_nobody(tmp_path: Path, content: str) -> None:
 def test_a_damaged_file_means_no_live_run_and_breaks_no_display(
     tmp_path: Path, place: tuple[str, ...], value: object
 ) -> None:
-    file = LiveFile(tmp_path)
+    file = LiveFile(Directory.open(tmp_path))
     file.update(some_counters())
     written(file)
     assert live_problem(tmp_path) is None
@@ -189,7 +190,10 @@ def test_a_pipe_in_place_of_the_file_does_not_block(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_nothing_ends_no_run(tmp_path: Path) -> None:
-    file = LiveFile(tmp_path / "gone")
+    (tmp_path / "gone").mkdir()
+    gone = Directory.open(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    file = LiveFile(gone)
     file.update(some_counters())
     assert file._writing is not None  # it is tried
     written(file)
@@ -245,7 +249,7 @@ async def test_a_run_that_waits_for_its_server_is_not_shown_at_work(
         await run(options_for(server, prompts, out), notes)
     monkeypatch.setattr("extractor.status.watcher.writer_of", lambda out: 17)
     watcher = Watcher(out)
-    file = LiveFile(out)
+    file = LiveFile(Directory.open(out))
     file.update(some_counters())
     written(file)
     assert "3 in flight" in line(watcher.look())
@@ -342,7 +346,7 @@ async def test_the_page_says_all_of_it_in_any_width(
     out = tmp_path / "out"
     async with FakeServer(dump_root).running() as server:
         await run(options_for(server, prompts, out), notes)
-    file = LiveFile(out)
+    file = LiveFile(Directory.open(out))
     file.update(some_counters())
     written(file)
     look = Watcher(out).look()
@@ -379,7 +383,7 @@ async def test_status_as_json_has_the_live_session(
     async with FakeServer(dump_root).running() as server:
         await run(options_for(server, prompts, out), notes)
     assert read_status(out).to_document()["live"] is None
-    file = LiveFile(out)
+    file = LiveFile(Directory.open(out))
     file.update(some_counters())
     written(file)
     assert read_status(out).to_document()["live"]["now"]["in_flight"] == 3
@@ -469,7 +473,7 @@ async def test_a_run_that_is_refused_leaves_the_files_of_the_one_at_work(
     prompts = write_prompts(tmp_path / "p.jsonl", make_prompts(5))
     async with FakeServer(dump_root).running() as server:
         with exclusive(tmp_path):
-            file = LiveFile(tmp_path)
+            file = LiveFile(Directory.open(tmp_path))
             file.update(some_counters())
             written(file)
             with pytest.raises(OutputBusy):

@@ -13,7 +13,6 @@ import pytest
 from helpers import Notes, make_identity, make_prompts, prompt_of
 
 from extractor.core.counters import Counters
-from extractor.core.run_options import Output
 from extractor.core.timings import StoreTimings
 from extractor.dispatch.row_recorder import RowRecorder
 from extractor.shards.mover import Mover
@@ -25,6 +24,7 @@ from manifest.states import State
 from manifest.store import Store
 from manifest.writer_thread import StoreOwner
 from prompts.types import Prompt
+from server_patch.directory import Directory
 
 
 @pytest.fixture
@@ -32,7 +32,9 @@ def settings(tmp_path: Path) -> ShardSettings:
     for name in ("shards", "dumps"):
         (tmp_path / name).mkdir()
     return ShardSettings(
-        output=Output(directory=tmp_path, shard_bytes=1 << 20, file_mode=0o640),
+        directory=Directory.open(tmp_path / "shards"),
+        file_mode=0o640,
+        shard_bytes=1 << 20,
         identity=make_identity(),
     )
 
@@ -115,9 +117,7 @@ async def test_a_shard_that_is_being_sealed_when_the_run_is_cancelled_keeps_its_
 
     monkeypatch.setattr(ShardWriter, "seal", gated)
     counters = Counters()
-    settings = replace(
-        settings, output=replace(settings.output, shard_bytes=1)
-    )  # each sample begins a new one
+    settings = replace(settings, shard_bytes=1)  # each sample begins a new one
     shards = ShardSequence(settings, owner, numbers=itertools.count(), rows=counters.rows)
     mover = mover_of(shards, owner, counters)
     tasks = [
@@ -135,5 +135,5 @@ async def test_a_shard_that_is_being_sealed_when_the_run_is_cancelled_keeps_its_
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    assert [path.name for path in settings.directory.iterdir()] == ["shard-000000.safetensors"]
+    assert [path.name for path in settings.directory.path.iterdir()] == ["shard-000000.safetensors"]
     await owner.close()

@@ -6,6 +6,7 @@ import errno
 import os
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import (
@@ -140,10 +141,10 @@ def test_a_data_set_on_a_read_only_mount_is_checked_and_not_repaired(
 ) -> None:
     real = os.open
 
-    def open_read_only(path: str | Path, flags: int, mode: int = 0o777) -> int:
+    def open_read_only(path: str | Path, flags: int, *args: Any, **kwargs: Any) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-        return real(path, flags, mode)
+        return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", open_read_only)
     assert audit(out).is_clean

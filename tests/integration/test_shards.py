@@ -22,7 +22,6 @@ from helpers import (
 )
 
 from extractor.core.errors import UsageError
-from extractor.core.run_options import Output
 from extractor.dumps.correlator import Piece
 from extractor.dumps.dump_piece import SampleFault
 from extractor.dumps.dump_reader import DumpFile, DumpPiece
@@ -75,7 +74,9 @@ class Dumps:
 def settings(tmp_path: Path) -> ShardSettings:
     (tmp_path / "shards").mkdir()
     return ShardSettings(
-        output=Output(directory=tmp_path, shard_bytes=1 << 20, file_mode=0o640),
+        directory=Directory.open(tmp_path / "shards"),
+        file_mode=0o640,
+        shard_bytes=1 << 20,
         identity=make_identity(),
     )
 
@@ -108,7 +109,7 @@ def test_the_safetensors_library_gives_back_every_value(
     writer.sync()
     writer.seal()
     writer.close()
-    path = settings.directory / "shard-000003.safetensors"
+    path = settings.directory.path / "shard-000003.safetensors"
     assert path.stat().st_mode & 0o777 == 0o640
     content = dict(deserialize(path.read_bytes()))
     assert len(content) == 5 * (len(layout.state_names) + 2)
@@ -135,7 +136,7 @@ def test_a_sample_longer_than_a_block_is_copied_whole(
     stored = writer.append(prompt_of(row), dumps.make(row, step=25_001))
     writer.seal()
     writer.close()
-    data = (settings.directory / "shard-000000.safetensors").read_bytes()
+    data = (settings.directory.path / "shard-000000.safetensors").read_bytes()
     sample = data[stored.offset : stored.end]
     assert xxhash.xxh3_128_hexdigest(sample) == stored.digest
     states = fake_states(np.array(row.ids, dtype=np.int32), LAYOUT)
@@ -193,7 +194,7 @@ def test_a_shard_goes_on_behind_its_durable_samples(settings: ShardSettings, dum
     writer.append(prompt_of(lost, ordinal=1), dumps.make(lost))
     writer.close()
     shard = Shard(
-        number=0, name="shard-000000.safetensors", data_start=writer.shard.data_start,
+        number=0, data_start=writer.shard.data_start,
         is_sealed=False, size_bytes=kept.end, num_samples=1,
     )  # fmt: skip
     again = ShardWriter.resume(settings, shard, [row_of(0, kept, len(one.ids))])
@@ -202,7 +203,7 @@ def test_a_shard_goes_on_behind_its_durable_samples(settings: ShardSettings, dum
     stored = again.append(prompt_of(short, ordinal=2), dumps.make(short))
     again.seal()
     again.close()
-    path = settings.directory / shard.name
+    path = settings.directory.path / shard.name
     assert path.stat().st_size == stored.end
     names = {name for name, _ in deserialize(path.read_bytes())}
     assert {name.partition(".")[0] for name in names} == {"00000000", "00000002"}
@@ -217,19 +218,19 @@ def test_a_shard_without_durable_samples_begins_behind_its_header_room(
     assert again.position == writer.shard.data_start
     again.close()
     again.discard()
-    assert list(settings.directory.iterdir()) == []
+    assert list(settings.directory.path.iterdir()) == []
 
 
 def test_a_new_shard_does_not_take_over_an_old_file_of_its_name(
     settings: ShardSettings, dumps: Dumps
 ) -> None:
-    (settings.directory / ".shard-000000.open").write_bytes(b"x" * 10_000_000)
+    (settings.directory.path / ".shard-000000.open").write_bytes(b"x" * 10_000_000)
     (row,) = make_prompts(1)
     writer = ShardWriter.create(settings, number=0, expected_samples=1)
     stored = writer.append(prompt_of(row), dumps.make(row))
     writer.sync()
     writer.close()
-    size = (settings.directory / ".shard-000000.open").stat().st_size
+    size = (settings.directory.path / ".shard-000000.open").stat().st_size
     assert 0 <= size - (stored.end) < ALIGNMENT
 
 
@@ -246,7 +247,7 @@ def test_a_shard_is_full_by_size_or_by_header_but_takes_one_sample_always(
     assert not writer.has_room(1)
     writer.seal()  # and it fits
     writer.close()
-    small = replace(settings, output=replace(settings.output, shard_bytes=1))
+    small = replace(settings, shard_bytes=1)
     writer = ShardWriter.create(small, number=1, expected_samples=10)
     assert writer.has_room(10_000)
     writer.append(prompt_of(rows[0]), dumps.make(rows[0]))
@@ -265,7 +266,7 @@ def test_samples_whose_end_is_cut_off_are_lost_and_no_others(
     ]
     writer.sync()
     shard = writer.shard
-    path = settings.directory / ".shard-000000.open"
+    path = settings.directory.path / ".shard-000000.open"
     assert lost_rows(settings.directory, shard, rows) == []
     os.truncate(path, rows[2].sample.offset + 1)
     assert lost_rows(settings.directory, shard, rows) == rows[2:]
@@ -276,7 +277,7 @@ def test_samples_whose_end_is_cut_off_are_lost_and_no_others(
 
 
 def test_no_shard_replaces_a_sealed_file(settings: ShardSettings, dumps: Dumps) -> None:
-    sealed = settings.directory / "shard-000000.safetensors"
+    sealed = settings.directory.path / "shard-000000.safetensors"
     writer = ShardWriter.create(settings, number=0, expected_samples=10)
     (row,) = make_prompts(1)
     writer.append(prompt_of(row, ordinal=0), dumps.make(row))
@@ -288,4 +289,4 @@ def test_no_shard_replaces_a_sealed_file(settings: ShardSettings, dumps: Dumps) 
     with pytest.raises(UsageError, match="exists already"):
         ShardWriter.create(settings, number=0, expected_samples=10)
     assert sealed.read_bytes() == b"another's"
-    assert (settings.directory / ".shard-000000.open").stat().st_size == writer.position
+    assert (settings.directory.path / ".shard-000000.open").stat().st_size == writer.position

@@ -41,10 +41,7 @@ from manifest.states import IllegalTransition, Reason, State
 from manifest.store import Store
 
 SOURCE = Source(number=0, path="p.jsonl", size_bytes=10, digest="d", num_rows=100)
-SHARD = Shard(
-    number=0, name="shard-000000.safetensors", data_start=4096, is_sealed=False, size_bytes=4096,
-    num_samples=0,
-)  # fmt: skip
+SHARD = Shard(number=0, data_start=4096, is_sealed=False, size_bytes=4096, num_samples=0)
 
 
 def origin(ordinal: int) -> SourceRow:
@@ -337,7 +334,9 @@ def test_a_manifest_of_the_first_version_is_brought_up_to_date(path: Path) -> No
     database = Database(sqlite3.connect(path, isolation_level=None))
     migrations.apply(database, stop_before="m002_tallies")
     database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 3)")
-    database.execute("INSERT INTO shards (number, name, data_start) VALUES (0, 's', 4096)")
+    database.execute(
+        "INSERT INTO shards (number, name, data_start) VALUES (0, 'shard-000000.safetensors', 4096)"
+    )
     columns = (
         "ordinal, source, line, key, num_tokens, num_trained, state, shard, offset, size_bytes, "
         "digest, reason"
@@ -370,7 +369,9 @@ def test_a_manifest_with_triggers_goes_on_without(path: Path) -> None:
     database = Database(sqlite3.connect(path, isolation_level=None))
     migrations.apply(database, stop_before="m004_tallies_by_batch")
     database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 3)")
-    database.execute("INSERT INTO shards (number, name, data_start) VALUES (0, 's', 4096)")
+    database.execute(
+        "INSERT INTO shards (number, name, data_start) VALUES (0, 'shard-000000.safetensors', 4096)"
+    )
     for ordinal in range(3):
         database.execute(
             "INSERT INTO prompts (ordinal, source, line, key, num_tokens, state, num_deaths) "
@@ -394,7 +395,7 @@ def six_states(path: Path) -> None:
     database.execute("INSERT INTO sources VALUES (0, 'p', 1, 'd', 8, NULL)")
     database.execute(
         "INSERT INTO shards (number, name, data_start, end_bytes, num_samples) "
-        "VALUES (0, 's', 4096, 4196, 1)"
+        "VALUES (0, 'shard-000000.safetensors', 4096, 4196, 1)"
     )
     for ordinal, state in enumerate(
         ("planned", "sent", "dumped", "verified", "sent", "stored", "failed")

@@ -91,9 +91,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.begin({"model": "m"}, [source])
         for number in self.sealed:
             self.store.add_shard(
-                Shard(number=number, name=f"s{number}", data_start=4096, is_sealed=False,
-                      size_bytes=4096, num_samples=0)
-            )  # fmt: skip
+                Shard(
+                    number=number, data_start=4096, is_sealed=False, size_bytes=4096, num_samples=0
+                )
+            )
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -313,9 +314,8 @@ def begun(path: Path) -> Store:
     store.begin({}, [Source(number=0, path="p", size_bytes=1, digest="d", num_rows=ROWS)])
     for number in (0, 1):
         store.add_shard(
-            Shard(number=number, name=f"s{number}", data_start=4096, is_sealed=False,
-                  size_bytes=4096, num_samples=0)
-        )  # fmt: skip
+            Shard(number=number, data_start=4096, is_sealed=False, size_bytes=4096, num_samples=0)
+        )
     return store
 
 

@@ -26,7 +26,7 @@ from prompts.dialects import decode_row
 from prompts.formats import open_container
 from prompts.inputs import read_rows, scan_inputs
 from prompts.json_array import array_elements
-from prompts.paths import find_files, spool
+from prompts.paths import SPOOL_NAME, Spool, find_files
 from prompts.reading_options import ReadingOptions
 from prompts.sniff import NUM_ROWS, require_fields, require_rows
 from prompts.types import InputError, RowError, RowReason
@@ -491,14 +491,15 @@ def test_a_link_within_a_dataset_directory_is_followed(tmp_path: Path) -> None:
 
 
 def test_standard_input_is_kept_so_that_a_later_run_goes_on_with_it(tmp_path: Path) -> None:
-    path = tmp_path / "stdin"
+    path = tmp_path / SPOOL_NAME
+    spool = Spool(tmp_path)
     with pytest.raises(InputError, match="standard input is empty"):
-        spool(io.BytesIO(b""), path)
+        spool.keep(io.BytesIO(b""))
     for again in (b"{}\n", b"", b"{}\n"):
-        spool(io.BytesIO(again), path)
+        spool.keep(io.BytesIO(again))
         assert path.read_bytes() == b"{}\n"
     with pytest.raises(InputError, match=r"not what .*stdin holds of an earlier run"):
-        spool(io.BytesIO(b"{ }"), path)
+        spool.keep(io.BytesIO(b"{ }"))
     assert [p.name for p in tmp_path.iterdir()] == ["stdin"]
     assert path.read_bytes() == b"{}\n"
 

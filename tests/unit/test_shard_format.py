@@ -20,9 +20,9 @@ from extractor.shards.format import (
     samples_expected,
     samples_that_fit,
     shard_metadata,
-    shard_name,
     tensor_name,
 )
+from manifest.records import shard_name
 from server_patch.dump_format import StateLayout
 
 layouts = st.builds(
