@@ -7,10 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from fuzz.target import Target
 
 #: Deaths and hangs of one group after which the rest is left out.
 MAX_DEATHS = 10
@@ -28,15 +26,15 @@ class Fault:
         return f"PYTHONPATH=tests python -m fuzz {self.target} {self.seed}\n    {self.problem}"
 
 
-def faults_of(targets: Iterable[Target], seeds: Mapping[str, range]) -> list[Fault]:
-    """Run the inputs `seeds` of each target in child processes.
+def faults_of(group: str, seeds: Mapping[str, range]) -> list[Fault]:
+    """Run inputs of a group's targets in child processes. `seeds`: by the target's name.
 
     A child that dies or hangs is replaced by one that begins behind the input at work.
     """
-    left = {target.name: seeds[target.name] for target in targets}
+    left = dict(seeds)
     faults: list[Fault] = []
     for _ in range(MAX_DEATHS):
-        found, at = _run_child(left)
+        found, at = _run_child(group, left)
         faults += found
         if at is None:
             return faults
@@ -47,12 +45,12 @@ def faults_of(targets: Iterable[Target], seeds: Mapping[str, range]) -> list[Fau
     raise AssertionError(f"{MAX_DEATHS} children died:\n" + "\n".join(map(str, faults)))
 
 
-def _run_child(seeds: Mapping[str, range]) -> tuple[list[Fault], Fault | None]:
+def _run_child(group: str, seeds: Mapping[str, range]) -> tuple[list[Fault], Fault | None]:
     """The faults that the child reported, and the one that it died of."""
     words = [word for name, r in seeds.items() for word in (name, str(r.start), str(len(r)))]
     with tempfile.TemporaryFile() as progress, tempfile.TemporaryFile() as errors:
         done = subprocess.run(
-            [sys.executable, "-X", "faulthandler", "-m", "fuzz.child", *words],
+            [sys.executable, "-X", "faulthandler", "-m", "fuzz.child", group, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -1,4 +1,4 @@
-"""Runs inputs of one group of targets: `python -m fuzz.child TARGET FIRST COUNT ...`.
+"""Runs inputs of one group of targets: `python -m fuzz.child GROUP TARGET FIRST COUNT ...`.
 
 A line of JSON for each fault goes to standard output. The parent sees a death or a hang by the exit
 status and by the line in the progress file, which names the input at work.
@@ -18,8 +18,8 @@ import traceback
 from pathlib import Path
 
 from extractor.core.errors import exit_code, first_known
-from fuzz.target import Target, chance_of
-from fuzz.targets import TARGETS
+from fuzz.target import Run, Target, chance_of
+from fuzz.targets import group
 
 #: An input that takes longer hangs: others take milliseconds.
 HANG_S = 20.0
@@ -33,28 +33,26 @@ MAX_FRAMES = 6
 def main(words: list[str]) -> None:
     progress = int(os.environ["FUZZ_PROGRESS"])
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_SPACE_BYTES, MAX_ADDRESS_SPACE_BYTES))
+    targets, numbers = group(words[0]), iter(words[1:])
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
-        for name, first, count in zip(words[::3], words[1::3], words[2::3], strict=True):
+        for name, first, count in zip(numbers, numbers, numbers, strict=True):
             directory = Path(scratch) / name
             directory.mkdir()
-            run_target(TARGETS[name], directory, range(int(first), int(first) + int(count)), progress)
+            seeds = range(int(first), int(first) + int(count))
+            run_target(targets[name], directory, seeds, progress)
         os.pwrite(progress, b"done".ljust(64), 0)
 
 
 def run_target(target: Target, directory: Path, seeds: range, progress: int) -> None:
     run = target.prepare(directory)
-    run(random.Random("warm up"))  # imports, caches
+    for number in range(3):  # imports, caches
+        problem_of(run, random.Random(f"warm up {number}"))
     gc.collect()
     start_bytes = _reset_peak()
     for seed in seeds:
         os.pwrite(progress, f"{target.name} {seed}".encode().ljust(64), 0)
         faulthandler.dump_traceback_later(HANG_S, exit=True)
-        problem = None
-        try:
-            run(chance_of(target, seed))
-        except BaseException as error:  # a panic of a Rust library is not an Exception
-            if exit_code(first_known(error)) is None:
-                problem = _shown(error)
+        problem = problem_of(run, chance_of(target, seed))
         faulthandler.cancel_dump_traceback_later()
         grown_bytes = _peak() - start_bytes
         if problem is None and grown_bytes > MAX_GROWTH_BYTES:
@@ -66,6 +64,16 @@ def run_target(target: Target, directory: Path, seeds: range, progress: int) -> 
             fault = {"target": target.name, "seed": seed, "problem": problem}
             sys.stdout.write(json.dumps(fault) + "\n")
             sys.stdout.flush()
+
+
+def problem_of(run: Run, chance: random.Random) -> str | None:
+    """The error that one input raises, unless it is one that a person sees as a message."""
+    try:
+        run(chance)
+    except BaseException as error:  # a panic of a Rust library is not an Exception
+        if exit_code(first_known(error)) is None:
+            return _shown(error)
+    return None
 
 
 def _shown(error: BaseException) -> str:

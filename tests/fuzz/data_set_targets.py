@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import sqlite3
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import orjson
 from hostile.damage import look_at, make_data_set, recompute_checksums
@@ -138,7 +141,7 @@ def prepare_write_ahead_log(directory: Path) -> Run:
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         with connection:
-            connection.execute("UPDATE prompts SET attempts = attempts + 1, checksum = 'x'")
+            connection.execute("UPDATE prompts SET attempts = attempts + 1")
             recompute_checksums(connection)
         sound = {path: path.read_bytes(), log: log.read_bytes()}
     finally:
@@ -174,7 +177,8 @@ def prepare_manifest_values(directory: Path) -> Run:
     connection.execute("PRAGMA writable_schema = ON")
     with connection:
         for name in tables:
-            sql = schema[name].replace("STRICT", "").rstrip().rstrip(",").replace("NOT NULL", "")
+            loose_sql = re.sub("(INTEGER|TEXT) NOT NULL", r"\1", schema[name])
+            sql = loose_sql.replace("STRICT", "").rstrip().rstrip(",")
             connection.execute("UPDATE sqlite_schema SET sql = ? WHERE name = ?", (sql, name))
         connection.execute(f"PRAGMA schema_version = {version + 1}")
     connection.close()
@@ -208,34 +212,31 @@ def _plant(
 ) -> None:
     table = chance.choice(list(tables))
     column = chance.choice(tables[table])
-    rows: Sequence[tuple[int]] = connection.execute(f"SELECT rowid FROM {table}").fetchall()
-    where = "" if not rows or chance.random() < 0.1 else f"WHERE rowid = {chance.choice(rows)[0]}"
-    value = chance.choice((*ODD, b"\xff\xfe", b"A" * 70_000, float("inf"), "[" * 2000))
+    values = connection.execute(f"SELECT {column} FROM {table} ORDER BY 1").fetchall()
+    value: Any = chance.choice((*ODD, b"\xff\xfe", b"A" * 70_000, float("inf"), "[" * 2000))
     if isinstance(value, Raw):
         value = value.text
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         value = float(value)
     if isinstance(value, list | dict):
         value = orjson.dumps(value).decode()
-    try:
-        connection.execute(f"UPDATE {table} SET {column} = ? {where}", (value,))
-    except (sqlite3.IntegrityError, UnicodeEncodeError, OverflowError):
-        connection.execute(f"UPDATE {table} SET {column} = {column} {where}")
+    before = chance.choice(values)[0] if values else None
+    # Values that the encoding of Python's own strings or a UNIQUE index refuses stay as they are.
+    with suppress(sqlite3.IntegrityError, UnicodeEncodeError):
+        connection.execute(f"UPDATE {table} SET {column} = ? WHERE {column} IS ?", (value, before))
 
 
 def _look(out: Path) -> None:
-    try:
+    with suppress(ExtractorError, ManifestError):
         look_at(out)
-    except (ExtractorError, ManifestError):
-        pass
 
 
 TARGETS = [
-    Target(name="dataset.json", group="data set", count=500, prepare=prepare_provenance),
-    Target(name="live", group="data set", count=1200, prepare=prepare_live),
-    Target(name="lock", group="data set", count=800, prepare=prepare_lock),
-    Target(name="shard", group="data set", count=600, prepare=prepare_shard),
-    Target(name="manifest", group="data set", count=400, prepare=prepare_manifest_bytes),
-    Target(name="wal", group="data set", count=300, prepare=prepare_write_ahead_log),
-    Target(name="values", group="data set", count=600, prepare=prepare_manifest_values),
+    Target(name="dataset.json", count=500, prepare=prepare_provenance),
+    Target(name="live", count=1200, prepare=prepare_live),
+    Target(name="lock", count=800, prepare=prepare_lock),
+    Target(name="shard", count=600, prepare=prepare_shard),
+    Target(name="manifest", count=400, prepare=prepare_manifest_bytes),
+    Target(name="wal", count=300, prepare=prepare_write_ahead_log),
+    Target(name="values", count=600, prepare=prepare_manifest_values),
 ]

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -112,11 +113,8 @@ def prepare_dumps(directory: Path) -> Run:
             if isinstance(arrival, DumpFile):
                 header = arrival.dump.header
                 piece = Piece(start=header.start, rows=header.rows, handle=arrival)
-                try:
-                    with opened(piece) as source:
-                        check_tokens(source, PROMPT, piece)
-                except SampleFault:
-                    pass
+                with suppress(SampleFault), opened(piece) as source:
+                    check_tokens(source, PROMPT, piece)
         find_waiting(directory)
 
     return run
@@ -176,8 +174,8 @@ def prepare_failed(directory: Path) -> Run:
 
 
 TARGETS = [
-    Target(name="dump", group="dumps", count=2000, prepare=prepare_dumps),
-    Target(name="error", group="dumps", count=700, prepare=prepare_errors),
-    Target(name="ready", group="dumps", count=1800, prepare=prepare_ready),
-    Target(name="failed", group="dumps", count=500, prepare=prepare_failed),
+    Target(name="dump", count=2000, prepare=prepare_dumps),
+    Target(name="error", count=700, prepare=prepare_errors),
+    Target(name="ready", count=1800, prepare=prepare_ready),
+    Target(name="failed", count=500, prepare=prepare_failed),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -70,7 +71,7 @@ def _change(root: list[Any], chance: random.Random) -> None:
     elif change == "rename" and isinstance(container, dict):
         container[f"{key}_"] = container.pop(key)
     elif change == "twice" and isinstance(container, dict):
-        container[Key(key)] = chance.choice(ODD)
+        container[Key(key)] = odd_value(chance)
     elif change == "wrap":
         container[key] = chance.choice(([value], {"value": value}, str(value)))
     elif change == "other":
@@ -79,7 +80,11 @@ def _change(root: list[Any], chance: random.Random) -> None:
     elif change == "bit" and isinstance(value, int):
         container[key] = value ^ (1 << chance.randrange(70))
     else:
-        container[key] = chance.choice(ODD)
+        container[key] = odd_value(chance)
+
+
+def odd_value(chance: random.Random) -> Any:
+    return copy.deepcopy(chance.choice(ODD))
 
 
 def _places(container: Any) -> Iterator[tuple[Any, Any]]:

@@ -90,7 +90,7 @@ def _place(path: Path, data: bytes, chance: random.Random) -> None:
         path.write_bytes(data)
 
 
-def _of_format(*encodings: Encode) -> Callable[[Path], Run]:
+def of_format(*encodings: Encode) -> Callable[[Path], Run]:
     def prepare(directory: Path) -> Run:
         renderer = _renderer()
         sound = [encode(rows) for encode in encodings for rows in (IDS, CHATS)]
@@ -171,20 +171,16 @@ def _zstd(encode: Encode) -> Encode:
     return lambda rows: zstandard.ZstdCompressor().compress(encode(rows))
 
 
-JSONL, ARRAY = prompt_files.as_jsonl, prompt_files.as_array
-PARQUET = prompt_files.as_parquet
-ARROW = (prompt_files.as_arrow_stream, prompt_files.as_arrow_file)
-PACKED = (JSONL, PARQUET)
+PACKED = (prompt_files.as_jsonl, prompt_files.as_parquet)
 
 TARGETS = [
-    Target(name="rows", group="prompts", count=1500, prepare=prepare_rows),
-    Target(name="jsonl", group="prompts", count=500, prepare=_of_format(JSONL)),
-    Target(name="array", group="prompts", count=500,
-           prepare=_of_format(ARRAY, prompt_files.as_pretty_array)),
-    Target(name="gzip", group="prompts", count=400,
-           prepare=_of_format(*map(_gzipped, PACKED))),
-    Target(name="zstd", group="prompts", count=400, prepare=_of_format(*map(_zstd, PACKED))),
-    Target(name="parquet", group="columns", count=800, prepare=_of_format(PARQUET)),
-    Target(name="arrow", group="columns", count=800, prepare=_of_format(*ARROW)),
-    Target(name="saved", group="columns", count=500, prepare=prepare_saved),
-]  # fmt: skip
+    Target(name="rows", count=1500, prepare=prepare_rows),
+    Target(name="jsonl", count=500, prepare=of_format(prompt_files.as_jsonl)),
+    Target(
+        name="array",
+        count=500,
+        prepare=of_format(prompt_files.as_array, prompt_files.as_pretty_array),
+    ),
+    Target(name="gzip", count=400, prepare=of_format(*map(_gzipped, PACKED))),
+    Target(name="zstd", count=400, prepare=of_format(*map(_zstd, PACKED))),
+]

@@ -32,6 +32,7 @@ MODEL = {"model_path": "m", "tokenizer_path": "m", "weight_version": "default"}
 INFO = {"context_length": 512, "max_req_input_len": 506, "max_running_requests": 8,
         "max_queued_requests": None, "dp_size": 1, "version": "0.5.11",
         "internal_states": [{"effective_max_running_requests_per_dp": 8}]}  # fmt: skip
+TLS_HANDSHAKE = b"\x16"
 STATUSES = [200, 200, 200, 200, 400, 401, 404, 429, 500, 503, 302, 204, 100, 999]
 
 
@@ -47,7 +48,10 @@ class WireServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            if (first := await reader.readexactly(1)) == TLS_HANDSHAKE:
+                writer.close()  # a trial whether the server speaks TLS
+                return
+            head = (first + await reader.readuntil(b"\r\n\r\n")).decode()
             _, _, length = head.lower().partition("content-length: ")
             if length:
                 await reader.readexactly(int(length.split()[0]))
@@ -124,6 +128,6 @@ def prepare_facts(directory: Path) -> Run:
 
 
 TARGETS = [
-    Target(name="generate", group="server", count=1200, prepare=prepare_generate),
-    Target(name="facts", group="server", count=1000, prepare=prepare_facts),
+    Target(name="generate", count=1200, prepare=prepare_generate),
+    Target(name="facts", count=1000, prepare=prepare_facts),
 ]

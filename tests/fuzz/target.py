@@ -13,10 +13,9 @@ Run = Callable[[random.Random], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A kind of input. `count` inputs are tried in CI; targets of a group share a process."""
+    """A kind of input. `count` inputs are tried in CI."""
 
     name: str
-    group: str
     count: int
     #: Makes sound files in an empty directory, once in a process.
     prepare: Callable[[Path], Run]

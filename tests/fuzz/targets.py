@@ -1,17 +1,15 @@
-"""All targets by name."""
+"""All targets, a module for each group. A child imports the module of its group alone."""
 
 from __future__ import annotations
 
-from fuzz import data_set_targets, dump_targets, prompt_targets, server_targets
+from importlib import import_module
+
 from fuzz.target import Target
 
-TARGETS: dict[str, Target] = {
-    target.name: target
-    for module in (dump_targets, data_set_targets, prompt_targets, server_targets)
-    for target in module.TARGETS
-}
-GROUPS = list(dict.fromkeys(target.group for target in TARGETS.values()))
+GROUPS = ("dump", "data_set", "prompt", "column", "server")
 
 
-def group(name: str) -> list[Target]:
-    return [target for target in TARGETS.values() if target.group == name]
+def group(name: str) -> dict[str, Target]:
+    """The targets of a group by name."""
+    module = import_module(f"fuzz.{name}_targets")
+    return {target.name: target for target in module.TARGETS}
