@@ -26,7 +26,7 @@ HANG_S = 20.0
 #: More than this above the process before the first input is a fault.
 MAX_GROWTH_BYTES = 300 << 20
 #: Protects the machine from an input that asks for everything at once.
-MAX_ADDRESS_SPACE_BYTES = 16 << 30
+MAX_ADDRESS_SPACE_BYTES = 4 << 30
 MAX_FRAMES = 6
 
 
