@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.command import Failed
+from extractor.core.locations import DumpRoot
 from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import Rank
 from extractor.servers.client import Client
@@ -95,9 +96,9 @@ async def engine(spec: EngineSpec, *, log_directory: Path) -> AsyncIterator[Engi
                 if time.monotonic() - begun > START_TIMEOUT_S:
                     raise Failed(f"{spec.name} not up in {START_TIMEOUT_S:.0f} s:\n{tail}")
                 if await client.is_healthy():
-                    writers = scan_writers(root)
+                    writers = scan_writers(DumpRoot(path=root))
                     ranks = tuple(r for r in writers.alive if r.ready.boot_id.startswith(boot_id))
-                    if any(failed.directory.parent.name == boot_id for failed in writers.failed):
+                    if any(failed.boot_id == boot_id for failed in writers.failed):
                         raise Failed(f"{spec.name}: {writers.failed}")
                     if spec.dump_root is None or (
                         ranks and len(ranks) == ranks[0].ready.engine.dp_size

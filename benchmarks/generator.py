@@ -23,8 +23,8 @@ from benchmarks.command import command_parser, number_from, run_command
 from extractor.testing.fake_model import FakeModel
 from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import Fault
+from server_patch.directory import Buffer
 from server_patch.dump_format import DumpHeader, StateLayout, dump_name, encode_header
-from server_patch.durable_files import Buffer, write_whole
 
 VOCAB_SIZE = 32_000
 CONTEXT_LENGTH = 131_072
@@ -71,12 +71,13 @@ class Generator(FakeServer):
             self._states[:size],
             ids.astype("<i4").tobytes(),
         ]
+        assert self.rank_dir is not None  # it has announced itself
         if size < INLINE_BYTES:
-            write_whole(self.directory, dump_name(counter), parts, mode=0o600)
+            self.rank_dir.write(dump_name(counter), parts)
         else:
-            self._writers.submit(
-                write_whole, self.directory, dump_name(counter), parts, mode=0o600
-            ).add_done_callback(_require_written)
+            self._writers.submit(self.rank_dir.write, dump_name(counter), parts).add_done_callback(
+                _require_written
+            )
 
 
 def _require_written(done: Future[int]) -> None:

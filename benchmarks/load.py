@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.command import Failed
 from extractor.core.failure import Failure
+from extractor.core.locations import DumpRoot
 from extractor.core.request import Request
 from extractor.dumps.discovery import scan_writers
 from extractor.dumps.dump_reader import Rank
@@ -21,7 +22,7 @@ from prompts.types import Prompt, RowOrigin
 
 def serving_ranks(dump_root: Path) -> tuple[Rank, ...]:
     """At least one rank of a running server that dumps there. Raises Failed if there is none."""
-    ranks = scan_writers(dump_root).alive
+    ranks = scan_writers(DumpRoot(path=dump_root)).alive
     if not ranks:
         raise Failed(f"no server with the plugin announces itself under {dump_root}")
     return ranks

@@ -81,7 +81,7 @@ async def readings(
     """One reading after each number of requests. Raises Failed when a request fails."""
     generator = np.random.default_rng(0)
     taken: list[Reading] = []
-    with NullSink([rank.directory for rank in ranks]) as sink:
+    with NullSink([rank.path for rank in ranks]) as sink:
         sent = 0
         for checkpoint in checkpoints:
             prompts = random_prompts(

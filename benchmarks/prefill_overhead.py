@@ -118,7 +118,7 @@ async def measure(
         speeds[name].append(count * prompt_tokens / seconds)
         gigabytes_per_s[name].append((sink.num_bytes - before) / seconds / 1e9)
 
-    with NullSink([rank.directory for rank in patched.ranks]) as sink:
+    with NullSink([rank.path for rank in patched.ranks]) as sink:
         for name in ("plain", NULL, *clients):
             await round_of(name)
         speeds.clear()
@@ -168,7 +168,7 @@ def _stats(server: Engine) -> dict[str, float]:
     """The plugin's counters, summed over its writers."""
     total: dict[str, float] = {}
     for rank in server.ranks:
-        for name, value in json.loads((rank.directory / STATS_NAME).read_bytes()).items():
+        for name, value in json.loads((rank.path / STATS_NAME).read_bytes()).items():
             total[name] = total.get(name, 0) + value
     return total
 

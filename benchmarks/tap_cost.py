@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.command import command_parser, number_from, run_command
 from benchmarks.sinks import NullSink
+from server_patch.directory import Directory
 from server_patch.dump_dir import RankDir
 from server_patch.dump_format import StateLayout
 from server_patch.ring import Ring, plan_ring
@@ -49,7 +50,9 @@ def make_tap(directory: Path, *, rows: int, num_writers: int) -> tuple[Tap, Writ
     layout = SlotLayout(states)
     plan = plan_ring(layout=layout, forward_rows=rows, num_slots=4, total_bytes=None, pinned=False)
     ring = Ring(plan, pinned=False)
-    rank_dir = RankDir(directory=directory, boot_id="benchmark", rank=0, file_mode=0o600)
+    rank_dir = RankDir(
+        directory=Directory.open(directory), boot_id="benchmark", rank=0, file_mode=0o600
+    )
     stats = Stats(rank_dir)
     stager = CpuStager()
     assignment = Assignment(

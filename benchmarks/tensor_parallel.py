@@ -57,7 +57,7 @@ async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
         ids = np.frombuffer(arrival.path.read_bytes()[span.begin : span.end], dtype="<i4")
         sent = prompts[ordinal].input_ids[header.start : header.start + header.rows]
         wrong += not np.array_equal(ids, sent)
-        arrival.path.unlink()
+        arrival.unlink()
     whole = sum(
         tile(pieces[prompt.ordinal], prompt.num_tokens) is Match.COMPLETE for prompt in prompts
     )
@@ -67,7 +67,7 @@ async def check_dumps(server: Engine, *, seed: int) -> dict[str, Any]:
         "pieces": sum(map(len, pieces.values())),
         "wrong": wrong,
         "writers": len(server.ranks),
-        "writers_used": len({p.handle.path.parent for ps in pieces.values() for p in ps}),
+        "writers_used": len({p.handle.directory.path for ps in pieces.values() for p in ps}),
         "ready": {
             "tp_size": server.ranks[0].ready.engine.tp_size,
             "dp_size": server.ranks[0].ready.engine.dp_size,
@@ -150,8 +150,8 @@ async def check_fault(server: Engine, *, seed: int) -> dict[str, Any]:
     running = asyncio.create_task(prefill_s(server.url, prompts, concurrency=16))
     await asyncio.sleep(0.2)
     for rank in server.ranks:
-        while rank.directory.exists():  # files appear in it while it is being removed
-            shutil.rmtree(rank.directory, ignore_errors=True)
+        while rank.path.exists():  # files appear in it while it is being removed
+            shutil.rmtree(rank.path, ignore_errors=True)
     begun = time.perf_counter()
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
         await running

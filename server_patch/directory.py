@@ -19,6 +19,8 @@ from typing import Final
 
 Buffer = bytes | memoryview
 
+_DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
 #: Begin of the names of files that are being written. Nobody reads them.
 TEMPORARY_PREFIX: Final = ".tmp-"
 
@@ -42,7 +44,7 @@ class Directory:
     @classmethod
     def open(cls, path: Path, *, owners: Collection[int] | None = None) -> Directory:
         """Open a directory by its path, whose links are followed. Raises OSError."""
-        return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path, owners=owners)
+        return cls(os.open(path, _DIRECTORY_FLAGS), path, owners=owners)
 
     def close(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
@@ -64,8 +66,7 @@ class Directory:
     def subdirectory(self, name: str) -> Directory:
         """Open a directory in this one. Raises OSError, also for a link; UnsafeFile for one of a
         user who is not among `owners`."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(component(name), flags, dir_fd=self.descriptor)
+        descriptor = self._open(name, _DIRECTORY_FLAGS | os.O_NOFOLLOW)
         found = Directory(descriptor, self.path / name, owners=self.owners)
         self._require_owner(os.fstat(descriptor), name)
         return found
@@ -84,14 +85,41 @@ class Directory:
         os.fchmod(made.descriptor, mode | (facts.st_mode & stat.S_ISGID))
         return made
 
+    def require_linked(self) -> None:
+        """Raise FileNotFoundError for a directory that was removed."""
+        if os.fstat(self.descriptor).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "was removed", str(self.path))
+
     def names(self) -> list[str]:
         """The names of all entries, in no order. Raises OSError."""
-        return os.listdir(self.descriptor)
+        with self._listing() as descriptor:
+            return os.listdir(descriptor)
 
     def subdirectory_names(self) -> list[str]:
         """The sorted names of the directories in this one, links left out. Raises OSError."""
-        with os.scandir(self.descriptor) as entries:
+        with self._listing() as descriptor, os.scandir(descriptor) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+
+    def file_names(self) -> list[str]:
+        """The names of the regular files in this directory, in no order. Raises OSError."""
+        with self._listing() as descriptor, os.scandir(descriptor) as entries:
+            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+
+    @contextmanager
+    def _listing(self) -> Iterator[int]:
+        """A descriptor of this directory with a position of its own: two threads may list at once.
+
+        Raises FileNotFoundError for a directory that was removed, OSError; with the path."""
+        try:
+            descriptor = os.open(".", _DIRECTORY_FLAGS, dir_fd=self.descriptor)
+            try:
+                self.require_linked()  # libc lists a removed one as an empty one
+                yield descriptor
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def sync(self) -> None:
         """Make the names durable. Raises OSError."""
@@ -102,6 +130,14 @@ class Directory:
     def stat(self, name: str) -> os.stat_result:
         """The facts of an entry itself, a link's not its target's. Raises OSError."""
         return os.stat(component(name), dir_fd=self.descriptor, follow_symlinks=False)
+
+    def exists(self, name: str) -> bool:
+        """Whether anything has that name, also a link to nowhere. Raises OSError."""
+        try:
+            self.stat(name)
+        except FileNotFoundError:
+            return False
+        return True
 
     def is_regular(self, name: str) -> bool:
         """Whether there is a regular file of that name."""
@@ -172,16 +208,24 @@ class Directory:
         return descriptor
 
     def write_whole(
-        self, name: str, parts: Sequence[Buffer], *, mode: int, is_durable: bool = False
+        self,
+        name: str,
+        parts: Sequence[Buffer],
+        *,
+        mode: int,
+        is_durable: bool = False,
+        writer: str = "",
     ) -> int:
         """Write `parts`, one after the other, to the file `name`; return its bytes.
 
         Plain writes to a new file under a random name, then a rename: a reader sees the whole file
         or what was there before, and a full file system is an error here, not a signal. On any
         error the new file is removed and OSError is raised.
+
+        writer: a token that begins the random name, for `remove_unfinished`.
         """
         component(name)
-        with self._new_file(mode) as (temporary, descriptor):
+        with self._new_file(mode, writer) as (temporary, descriptor):
             size_bytes = _write_all(descriptor, parts)
             if is_durable:
                 os.fsync(descriptor)
@@ -191,8 +235,8 @@ class Directory:
         return size_bytes
 
     @contextmanager
-    def _new_file(self, mode: int) -> Iterator[tuple[str, int]]:
-        temporary = f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}"
+    def _new_file(self, mode: int, writer: str) -> Iterator[tuple[str, int]]:
+        temporary = f"{TEMPORARY_PREFIX}{writer}{os.urandom(8).hex()}"
         descriptor = self.create(temporary, mode=mode)
         try:
             yield temporary, descriptor
@@ -219,6 +263,19 @@ class Directory:
         with suppress(FileNotFoundError):
             os.unlink(component(name), dir_fd=self.descriptor)
 
+    def remove_unfinished(self, writer: str = "") -> None:
+        """Remove the temporary files of `owners`, or of this user, that a dead process left.
+
+        writer: the token of that process; without it those of every process. Raises OSError.
+        """
+        owners = self.owners or {os.geteuid()}
+        for name in self.names():
+            if name.startswith(TEMPORARY_PREFIX + writer):
+                with suppress(FileNotFoundError):
+                    facts = self.stat(name)
+                    if stat.S_ISREG(facts.st_mode) and facts.st_uid in owners:
+                        self.unlink(name)
+
     def remove_subdirectory(self, name: str) -> None:
         """Remove an empty directory. Raises OSError."""
         os.rmdir(component(name), dir_fd=self.descriptor)
@@ -231,7 +288,11 @@ class Directory:
         import shutil  # slow to import, and every writer process imports this module
 
         # With a directory descriptor it descends by descriptors alone.
-        shutil.rmtree(component(name), dir_fd=self.descriptor)
+        try:
+            shutil.rmtree(component(name), dir_fd=self.descriptor)
+        except RecursionError as error:  # it recurses before Python 3.13
+            problem = "too many directories in one another"
+            raise OSError(errno.ENAMETOOLONG, problem, str(self.path / name)) from error
 
     # --- checks ------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Standard library only, so that a laptop without torch can read every file.
 ```
 <root>/<boot id>/<rank>/
     READY.json              the states that this writer captures (see `Ready`)
-    FAILED.json             why this writer captures nothing: {"reason": str}
+    FAILED.json             why this writer captures nothing: {"reason": str, "pid": int}
     0000000042.safetensors  one dump: the rows one forward made for one request
     0000000042.error.json   one error record: {"rid": str, "start": int, "reason": str}
     .tmp-*                  a file being written; never read it
@@ -31,24 +31,35 @@ The header's `__metadata__` (strings, as safetensors demands) holds the fields o
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import stat
 import struct
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Final
+
+from server_patch.directory import Directory
+from server_patch.fields import (
+    MAX_INTEGER,
+    Document,
+    FieldError,
+    array,
+    boolean,
+    integer,
+    mapping,
+    number,
+    object_of,
+    optional,
+    text,
+)
 
 FORMAT_VERSION: Final = 1
 DUMP_SUFFIX: Final = ".safetensors"
 ERROR_SUFFIX: Final = ".error.json"
-TEMPORARY_PREFIX: Final = ".tmp-"
 READY_NAME: Final = "READY.json"
 FAILED_NAME: Final = "FAILED.json"
 
@@ -61,6 +72,14 @@ TENSOR_ORDER: Final = ("aux", "last", "last_pre", "input_ids")
 ITEM_BYTES: Final[Mapping[str, int]] = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
 STATE_DTYPES: Final = ("BF16", "F16", "F32")
 MAX_HIDDEN_SIZE: Final = 1 << 24
+#: READY.json, FAILED.json and error records have a few kilobytes.
+MAX_DOCUMENT_BYTES: Final = 1 << 20
+MAX_TEXT_CHARS: Final = 4096
+#: Writers of one server, and process ids (pid_t).
+MAX_RANKS: Final = 1 << 12
+MAX_PID: Final = (1 << 31) - 1
+_MAX_BOUNDARIES: Final = 1024
+_MAX_SETTINGS: Final = 1024
 
 #: Last kind -> the state tensors that it stores beside `aux`.
 LAST_TENSORS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -174,6 +193,14 @@ class ErrorRecord:
     rid: str
     start: int
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedRecord:
+    """A rank captures nothing: the content of FAILED.json."""
+
+    reason: str
+    pid: int | None  # of the server's process; None from an older plugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,6 +355,33 @@ _READY_KEYS: Final[Mapping[str, str]] = {
 }
 
 
+#: Least and most of numbers in READY.json, where 0 and MAX_INTEGER say too little.
+_RANGES: Final[Mapping[str, tuple[int, int]]] = {
+    "rank": (0, MAX_RANKS - 1),
+    "pid": (1, MAX_PID),
+    "port": (0, 65535),
+    "vocab_size": (1, (1 << 31) - 1),
+    "num_layers": (1, 1 << 20),
+    "hidden_size": (1, MAX_HIDDEN_SIZE),
+    "tp_size": (1, MAX_RANKS),
+    "dp_size": (1, MAX_RANKS),
+    "chunked_prefill_size": (-1, MAX_INTEGER),
+    "num_writers": (0, MAX_RANKS),
+}
+#: The facts of READY.json by the record that holds them.
+_FACTS: Final[Mapping[str, Mapping[str, Field[Any]]]] = {
+    owner: {fact.name: fact for fact in fields(record)}
+    for owner, record in {
+        "": Ready,
+        "process": ProcessInfo,
+        "engine": EngineInfo,
+        "model": ModelInfo,
+        "weights": WeightsInfo,
+        "capture": CaptureInfo,
+    }.items()
+}
+
+
 def encode_header(header: DumpHeader) -> bytes:
     """The bytes before the data: the length word and the padded JSON header."""
     document: dict[str, Any] = {
@@ -371,43 +425,46 @@ def decode_header(prefix: bytes, *, file_bytes: int) -> Dump:
         raise DumpFormatError(f"header claims {length} bytes, file ends after {len(prefix)}")
     try:
         document = json.loads(prefix[8 : 8 + length])
-        metadata = document["__metadata__"]
+        metadata = _require_strings(document["__metadata__"])
         if metadata["format_version"] != str(FORMAT_VERSION):
             raise DumpFormatError(
-                f"dump format {metadata['format_version']}, this tool reads {FORMAT_VERSION}"
+                f"dump format {metadata['format_version'][:80]}, this tool reads {FORMAT_VERSION}"
             )
+        boundaries = metadata["boundaries"].split(",", _MAX_BOUNDARIES)
         header = DumpHeader(
-            rid=str(metadata["rid"]),
-            start=int(metadata["start"]),
-            rows=int(metadata["rows"]),
+            rid=metadata["rid"],
+            start=_parse_integer(metadata["start"]),
+            rows=_parse_integer(metadata["rows"]),
             layout=StateLayout(
-                boundaries=tuple(int(b) for b in metadata["boundaries"].split(",")),
-                hidden_size=int(metadata["hidden_size"]),
-                dtype=str(metadata["dtype"]),
-                last_kind=str(metadata["last_kind"]),
+                boundaries=tuple(_parse_integer(boundary) for boundary in boundaries),
+                hidden_size=_parse_integer(metadata["hidden_size"]),
+                dtype=metadata["dtype"],
+                last_kind=metadata["last_kind"],
             ),
-            boot_id=str(metadata["boot_id"]),
-            rank=int(metadata["rank"]),
-            counter=int(metadata["counter"]),
-            weights=str(metadata["weights"]) if "weights" in metadata else None,
+            boot_id=metadata["boot_id"],
+            rank=_parse_integer(metadata["rank"]),
+            counter=_parse_integer(metadata["counter"]),
+            weights=metadata.get("weights"),
         )
     except DumpFormatError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DumpFormatError(f"unreadable dump header: {error!r}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DumpFormatError(f"unreadable dump header: {_shown(repr(error))}") from error
     spans: dict[str, TensorSpan] = {}
     end = 8 + length
     for name, expected in _tensor_entries(header).items():
         stated = document.get(name)
         if stated != expected:
-            raise DumpFormatError(f"tensor {name!r} is stated as {stated}, must be {expected}")
+            raise DumpFormatError(
+                f"tensor {name!r} is stated as {_shown(str(stated))}, must be {expected}"
+            )
         begin, end = (8 + length + offset for offset in expected["data_offsets"])
         spans[name] = TensorSpan(
             dtype=expected["dtype"], shape=tuple(expected["shape"]), begin=begin, end=end
         )
     extra = set(document) - set(spans) - {"__metadata__"}
     if extra:
-        raise DumpFormatError(f"unexpected tensors {sorted(extra)}")
+        raise DumpFormatError(f"unexpected tensors {_shown(str(sorted(extra)))}")
     if end != file_bytes:
         raise DumpFormatError(f"file has {file_bytes} bytes, its header describes {end}")
     return Dump(header=header, tensors=spans, size_bytes=file_bytes)
@@ -424,40 +481,30 @@ def _tensor_entries(header: DumpHeader) -> dict[str, dict[str, Any]]:
     return entries
 
 
-def open_dump(path: Path) -> int:
-    """A descriptor to read a dump or an error record; the caller closes it.
+def _require_strings(metadata: object) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("__metadata__ must be an object of strings")
+    return metadata
 
-    Anything but a regular file is refused, not waited for or followed: whoever may write to the
-    directory can put a pipe or a link there. Raises OSError, DumpFormatError.
+
+def _parse_integer(value: str) -> int:
+    if _INTEGER.fullmatch(value) is None:
+        raise ValueError(f"{_shown(value)} is not an integer of at most 19 digits")
+    return int(value)
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= 200 else f"{value[:200]}..."
+
+
+def read_beginning(directory: Directory, name: str, *, whole_bytes: int = 0) -> tuple[Dump, bytes]:
+    """Header of a dump, and the file's first bytes: all of it where it has no more than
+    `whole_bytes`, else the header at least.
+
+    Raises OSError; UnsafeFile for anything but a regular file of the directory's owners;
+    DumpFormatError, naming the path.
     """
-    return _open_regular(path)[0]
-
-
-def _open_regular(path: Path) -> tuple[int, os.stat_result]:
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise DumpFormatError(f"{path} is no regular file") from error
-        raise
-    facts = os.fstat(descriptor)
-    if not stat.S_ISREG(facts.st_mode):
-        os.close(descriptor)
-        raise DumpFormatError(f"{path} is no regular file")
-    return descriptor, facts
-
-
-def read_header(path: Path) -> Dump:
-    """Header of the dump at `path`. Raises OSError, DumpFormatError (naming the path)."""
-    return read_beginning(path)[0]
-
-
-def read_beginning(path: Path, *, whole_bytes: int = 0) -> tuple[Dump, bytes]:
-    """Header of the dump at `path`, and the file's first bytes: all of it where it has no more than
-    `whole_bytes`, else the header at least. Raises OSError, DumpFormatError (naming the path).
-    """
-    descriptor, facts = _open_regular(path)
+    descriptor, facts = directory.open_file(name)
     try:
         prefix = os.read(descriptor, facts.st_size if facts.st_size <= whole_bytes else 4096)
         if len(prefix) >= 8:
@@ -470,9 +517,10 @@ def read_beginning(path: Path, *, whole_bytes: int = 0) -> tuple[Dump, bytes]:
     try:
         return decode_header(prefix, file_bytes=facts.st_size), prefix
     except DumpFormatError as error:
-        raise DumpFormatError(f"{path}: {error}") from error
+        raise DumpFormatError(f"{directory.path / name}: {error}") from error
 
 
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 _DUMP_NAME = re.compile(r"\d{10}\.safetensors")
 _ERROR_NAME = re.compile(r"\d{10}\.error\.json")
 
@@ -499,13 +547,31 @@ def encode_error(record: ErrorRecord) -> bytes:
 
 def decode_error(data: bytes) -> ErrorRecord:
     """Raises DumpFormatError."""
-    document = _decode_object(data, what="error record")
     try:
+        document = object_of(data, what="error record")
         return ErrorRecord(
-            rid=str(document["rid"]), start=int(document["start"]), reason=str(document["reason"])
+            rid=_string(document, "rid", max_chars=MAX_DOCUMENT_BYTES),
+            start=integer(document, "start", minimum=0),
+            reason=_string(document, "reason"),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DumpFormatError(f"unreadable error record: {error!r}") from error
+    except FieldError as error:
+        raise DumpFormatError(f"unreadable error record: {error}") from error
+
+
+def encode_failed(record: FailedRecord) -> bytes:
+    return json.dumps(asdict(record)).encode()
+
+
+def decode_failed(data: bytes) -> FailedRecord:
+    """Raises DumpFormatError."""
+    try:
+        document = object_of(data, what=FAILED_NAME)
+        return FailedRecord(
+            reason=_string(document, "reason", max_chars=MAX_DOCUMENT_BYTES),
+            pid=optional(integer, document, "pid", minimum=1, maximum=MAX_PID),
+        )
+    except FieldError as error:
+        raise DumpFormatError(f"unreadable {FAILED_NAME}: {error}") from error
 
 
 def encode_ready(ready: Ready) -> bytes:
@@ -515,23 +581,21 @@ def encode_ready(ready: Ready) -> bytes:
 
 def decode_ready(data: bytes) -> Ready:
     """Raises DumpFormatError, also for a READY.json of another format version."""
-    document = _decode_object(data, what=READY_NAME)
-    version = document.get("format_version")
-    if version != FORMAT_VERSION:
-        raise DumpFormatError(
-            f"{READY_NAME} has dump format {version}, this tool reads {FORMAT_VERSION}: "
-            "install the same version on both sides"
-        )
     try:
-        document["boundaries"] = tuple(int(b) for b in document["boundaries"])
-        settings = document.get("settings", {})
-        document["settings"] = {str(name): str(value) for name, value in settings.items()}
+        document = object_of(data, what=READY_NAME)
+        version = integer(document, "format_version")
+        if version != FORMAT_VERSION:
+            raise DumpFormatError(
+                f"{READY_NAME} has dump format {version}, this tool reads {FORMAT_VERSION}: "
+                "install the same version on both sides"
+            )
         # Keys of a newer plugin are ignored; those that an older one lacks have defaults.
         values: dict[str, dict[str, Any]] = defaultdict(dict)
         for key, place in _READY_KEYS.items():
-            if key in document:
-                owner, _, name = place.rpartition(".")
-                values[owner][name] = document[key]
+            owner, _, name = place.rpartition(".")
+            fact = _FACTS[owner][name]
+            if key in document or fact.default is fact.default_factory is MISSING:
+                values[owner][name] = _read_fact(document, key, str(fact.type))
         ready = Ready(
             process=ProcessInfo(**values["process"]),
             engine=EngineInfo(**values["engine"]),
@@ -540,20 +604,67 @@ def decode_ready(data: bytes) -> Ready:
             capture=CaptureInfo(**values["capture"]),
             **values[""],
         )
-        _ = ready.layout  # checked here, so that no reader meets an error later
+        _require_layout(ready)  # here, so that no reader meets an error later
         return ready
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DumpFormatError(f"unreadable {READY_NAME}: {error!r}") from error
+    except FieldError as error:
+        raise DumpFormatError(f"unreadable {READY_NAME}: {error}") from error
 
 
-def _decode_object(data: bytes, *, what: str) -> dict[str, Any]:
+def _require_layout(ready: Ready) -> None:
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DumpFormatError(f"unreadable {what}: {error!r}") from error
-    if not isinstance(document, dict):
-        raise DumpFormatError(f"unreadable {what}: not a JSON object")
-    return document
+        _ = ready.layout
+    except DumpFormatError as error:
+        raise FieldError(str(error)) from error
+
+
+def _read_fact(document: Document, key: str, annotation: str) -> object:
+    """The value of a key of READY.json by the type of the field that it fills."""
+    minimum, maximum = _RANGES.get(key, (0, MAX_INTEGER))
+    match annotation:
+        case "str":
+            return _string(document, key)
+        case "str | None":
+            return optional(_string, document, key)
+        case "int":
+            return integer(document, key, minimum=minimum, maximum=maximum)
+        case "bool":
+            return boolean(document, key)
+        case "float | None":
+            return optional(number, document, key, minimum=minimum, maximum=maximum)
+        case "tuple[int, ...]":
+            return _boundaries(document, key)
+        case "Mapping[str, str]":
+            return _settings(document, key)
+    raise TypeError(f"no way to read {key}, which is {annotation}")
+
+
+def _string(document: Document, key: str, *, max_chars: int = MAX_TEXT_CHARS) -> str:
+    """The string at `key`, which may be empty."""
+    value = "" if document.get(key) == "" else text(document, key)
+    if len(value) > max_chars:
+        raise FieldError(f"{key} has {len(value)} characters, at most {max_chars} allowed")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise FieldError(f"{key} is not text") from error  # half a surrogate pair
+    return value
+
+
+def _boundaries(document: Document, key: str) -> tuple[int, ...]:
+    count = len(array(document, key))
+    if count > _MAX_BOUNDARIES:
+        raise FieldError(f"{key} has {count} entries, at most {_MAX_BOUNDARIES} allowed")
+    return tuple(integer(document, f"{key}.{i}", minimum=0, maximum=1 << 20) for i in range(count))
+
+
+def _settings(document: Document, key: str) -> dict[str, str]:
+    found = mapping(document, key)
+    if len(found) > _MAX_SETTINGS:
+        raise FieldError(f"{key} has {len(found)} entries, at most {_MAX_SETTINGS} allowed")
+    # A name may hold a dot, which a path must not.
+    return {
+        _string({"name": name}, "name"): _string({key: value}, key) for name, value in found.items()
+    }
 
 
 def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:

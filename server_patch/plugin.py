@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Final
 
 from server_patch.dump_dir import RankDir, make_boot_id
 from server_patch.ready import write_failed
@@ -20,8 +21,11 @@ from server_patch.settings import (
     SettingsError,
     is_boot_id,
 )
+from server_patch.trust import open_or_make, open_trusted
 
 logger = logging.getLogger(__name__)
+
+_PRIVATE: Final = 0o700
 
 
 def register() -> None:
@@ -53,17 +57,19 @@ def _report_bad_settings(reason: str) -> None:
 
     The first process does it; in the others the directory exists already.
     """
-    root = os.environ.get(DUMP_DIR, "")
+    root = Path(os.environ.get(DUMP_DIR, ""))
     boot_id = os.environ.setdefault(BOOT_ID, make_boot_id())
-    directory = Path(root) / boot_id / "0"
-    if not directory.is_absolute() or not is_boot_id(boot_id):
+    if not root.is_absolute() or not is_boot_id(boot_id):
         return
     try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700)
-        rank_dir = RankDir(
-            directory=directory, boot_id=boot_id, rank=0, file_mode=DEFAULT_FILE_MODE
-        )
-        write_failed(rank_dir, reason)
+        with (
+            open_trusted(root, make_mode=_PRIVATE) as top,
+            open_or_make(top, boot_id, mode=_PRIVATE) as boot,
+            boot.make_subdirectory("0", mode=_PRIVATE) as directory,
+        ):
+            rank_dir = RankDir(
+                directory=directory, boot_id=boot_id, rank=0, file_mode=DEFAULT_FILE_MODE
+            )
+            write_failed(rank_dir, reason)
     except OSError as error:
         logger.error("hidden states: the reason cannot be written: %s", error)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
 
 from server_patch.dump_dir import RankDir
-from server_patch.dump_format import FAILED_NAME, READY_NAME, ProcessInfo, Ready, encode_ready
+from server_patch.dump_format import (
+    FAILED_NAME,
+    READY_NAME,
+    FailedRecord,
+    ProcessInfo,
+    Ready,
+    encode_failed,
+    encode_ready,
+)
 
 _DISTRIBUTION = "hidden-state-extractor"
 
@@ -28,14 +35,13 @@ def own_process(*, host: str, port: int) -> ProcessInfo:
 
 def write_ready(rank_dir: RankDir, ready: Ready) -> None:
     """Write READY.json. Raises OSError."""
-    rank_dir.replace(READY_NAME, encode_ready(ready))
+    rank_dir.write(READY_NAME, [encode_ready(ready)])
 
 
 def write_failed(rank_dir: RankDir, reason: str) -> None:
     """Write FAILED.json and remove READY.json. Raises OSError."""
-    (rank_dir.directory / READY_NAME).unlink(missing_ok=True)
-    document = {"reason": reason, "pid": os.getpid()}
-    rank_dir.replace(FAILED_NAME, json.dumps(document).encode())
+    rank_dir.directory.unlink(READY_NAME)
+    rank_dir.write(FAILED_NAME, [encode_failed(FailedRecord(reason=reason, pid=os.getpid()))])
 
 
 def own_start_ticks() -> int:

@@ -76,10 +76,11 @@ class Settings:
             _check_boundaries(self.boundaries)
         if self.last_kind not in LAST_TENSORS:
             raise SettingsError(f"{LAST} must be post, pre or both, is {self.last_kind!r}")
-        if self.file_mode & ~0o666 or self.file_mode & 0o600 != 0o600:
+        if self.file_mode & ~0o664 or self.file_mode & 0o600 != 0o600:
+            # Whom others let write could put files of their own in the place of dumps.
             raise SettingsError(
-                f"{FILE_MODE} must be octal, 600 with read or write bits for group and others, "
-                f"is {self.file_mode:o}"
+                f"{FILE_MODE} must be octal, 600 with read or write bits for the group and read "
+                f"bits for others, is {self.file_mode:o}"
             )
         if self.boot_id is not None and not is_boot_id(self.boot_id):
             raise SettingsError(
@@ -95,6 +96,11 @@ class Settings:
     def directory_mode(self) -> int:
         """Permission bits of directories: readers of files may search, writers may remove files."""
         return self.file_mode | (self.file_mode & 0o444) >> 2
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the group may write: then it may also change the dump root."""
+        return bool(self.file_mode & 0o020)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings | None:

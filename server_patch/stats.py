@@ -81,4 +81,4 @@ class Stats:
         self._has_changed, self._shown_at = False, now
         data = json.dumps(self.snapshot(), indent=1).encode()
         with suppress(OSError):  # a view for people; the dumps' own failures are recorded
-            self._rank_dir.replace(STATS_NAME, data)
+            self._rank_dir.write(STATS_NAME, [data])

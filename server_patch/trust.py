@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -15,11 +16,23 @@ from server_patch.directory import Directory
 _WRITABLE_BY_OTHERS: Final = 0o022
 
 
+#: Permission bits of the directories that are made on the way to the one that is asked for.
+_PARENT_MODE: Final = 0o755
+
+
 class UntrustedDirectory(OSError):
     """Other users can change a directory, or what its path leads to; `strerror` says how."""
 
+    owner: int | None = None  # the user who is not trusted, where it is one
 
-def open_trusted(path: Path, *, owners: Collection[int], is_shared: bool = False) -> Directory:
+
+def open_trusted(
+    path: Path,
+    *,
+    owners: Collection[int] = (),
+    is_shared: bool = False,
+    make_mode: int | None = None,
+) -> Directory:
     """Open a directory that no other user can change or replace; files in it must be of `owners`.
 
     Its owner, and that of each directory on the way, must be root, this user or one of `owners`. No
@@ -28,7 +41,8 @@ def open_trusted(path: Path, *, owners: Collection[int], is_shared: bool = False
     descriptor without following any.
 
     is_shared: the group may write to the directory itself; its files are then told apart by their
-    owner. Raises UntrustedDirectory, FileNotFoundError, OSError.
+    owner. make_mode: make the directory with these permission bits, and its parents, where there is
+    none; None: do not. Raises UntrustedDirectory, FileNotFoundError, OSError.
     """
     trusted = {0, os.geteuid(), *owners}
     path = path.absolute()
@@ -37,14 +51,30 @@ def open_trusted(path: Path, *, owners: Collection[int], is_shared: bool = False
             errno.ELOOP, f"is a link to {path.readlink()}: name that directory", str(path)
         )
     # The path's links are followed once, here; if one is changed meanwhile, the walk fails.
-    real = Path(os.path.realpath(path.parent)) / path.name
+    real = Path(os.path.realpath(path.parent), path.name)
+    if path.name == "..":
+        real = Path(os.path.realpath(path))
     directory = Directory.open(Path(real.anchor))
-    for step in real.parts[1:]:
+    for depth, step in enumerate(real.parts[1:], 2):
         _require_trusted(directory, trusted, is_parent=True, is_shared=False)
-        directory = directory.subdirectory(step)
+        if make_mode is None:
+            directory = directory.subdirectory(step)
+        else:
+            mode = make_mode if depth == len(real.parts) else _PARENT_MODE
+            directory = open_or_make(directory, step, mode=mode)
     _require_trusted(directory, trusted, is_parent=False, is_shared=is_shared)
     directory.owners = frozenset(trusted)
     return directory
+
+
+def open_or_make(parent: Directory, name: str, *, mode: int) -> Directory:
+    """Open a directory, made with these permission bits if there is none. Raises OSError."""
+    try:
+        return parent.subdirectory(name)
+    except FileNotFoundError:
+        with suppress(FileExistsError):  # another process was faster
+            return parent.make_subdirectory(name, mode=mode)
+        return parent.subdirectory(name)
 
 
 def _require_trusted(
@@ -53,7 +83,9 @@ def _require_trusted(
     facts = os.fstat(directory.descriptor)
     place = str(directory.path)
     if facts.st_uid not in trusted:
-        raise UntrustedDirectory(errno.EPERM, f"belongs to user {facts.st_uid}", place)
+        untrusted = UntrustedDirectory(errno.EPERM, f"belongs to user {facts.st_uid}", place)
+        untrusted.owner = facts.st_uid
+        raise untrusted
     if is_parent and facts.st_mode & stat.S_ISVTX:
         return
     writable = facts.st_mode & (0o002 if is_shared else _WRITABLE_BY_OTHERS)

@@ -14,8 +14,6 @@ from contextlib import suppress
 from typing import Final
 
 from server_patch.dump_dir import RankDir
-from server_patch.dump_format import dump_name, error_name
-from server_patch.durable_files import remove_unfinished
 from server_patch.ring import Ring, RingSlot
 from server_patch.staging import Stager
 from server_patch.stats import Stats
@@ -122,7 +120,6 @@ class WriterPool:
 
     def _settle(self, settled: Settled) -> None:
         if settled.report is None:
-            self._remove_unfinished(settled.job)
             self._give_up(settled.slot, settled.job, settled.reason)
             return
         if settled.slot is not None:
@@ -137,23 +134,13 @@ class WriterPool:
         if slot is not None:
             self._ring.release(slot)
 
-    def _remove_unfinished(self, job: Job) -> None:
-        """Remove the temporary files of `job`, which a dead writer left: they take memory, and no
-        later write replaces them."""
-        dumps = [piece.counter for piece in job.pieces]
-        records = [*dumps, *(failure.counter for failure in job.failures)]
-        names = [*map(dump_name, dumps), *map(error_name, records)]
-        for name in names:
-            with suppress(OSError):
-                remove_unfinished(self._rank_dir.directory, name)
-
     def _count(self, report: Report) -> None:
         self._stats.add_report(report)
         if report.errors_lost:
             logger.error(
                 "hidden states: %s error records could not be written to %s",
                 report.errors_lost,
-                self._rank_dir.directory,
+                self._rank_dir.directory.path,
             )
 
 

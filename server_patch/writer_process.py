@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from server_patch import request_log
+from server_patch.directory import Buffer
 from server_patch.dump_dir import RankDir
 from server_patch.dump_format import (
     DumpHeader,
@@ -27,7 +28,6 @@ from server_patch.dump_format import (
     encode_header,
     error_name,
 )
-from server_patch.durable_files import Buffer
 from server_patch.slot_layout import SlotLayout
 from server_patch.writer_protocol import (
     MAX_MESSAGE_BYTES,

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from server_patch.directory import Directory
 from server_patch.dump_dir import RankDir
 from server_patch.dump_format import StateLayout
 
@@ -107,15 +108,36 @@ class Assignment:
     ring_descriptor: int  # of its memory
     log_level: str | None = None  # of lines about single requests; None: there are none
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self), default=str)
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Open descriptors that a writer process needs: of the memory and of the directory."""
+        return self.ring_descriptor, self.rank_dir.directory.descriptor
+
+    def encode(self, *, writer: str) -> str:
+        """For the writer process with that token, which inherits `descriptors`."""
+        rank_dir = self.rank_dir
+        document = {
+            "rank_dir": {
+                "directory": [rank_dir.directory.descriptor, str(rank_dir.directory.path)],
+                "boot_id": rank_dir.boot_id,
+                "rank": rank_dir.rank,
+                "file_mode": rank_dir.file_mode,
+                "writer": writer,
+            },
+            "states": asdict(self.states),
+            "ring": asdict(self.ring),
+            "ring_descriptor": self.ring_descriptor,
+            "log_level": self.log_level,
+        }
+        return json.dumps(document)
 
     @classmethod
     def decode(cls, text: str) -> Assignment:
         document = json.loads(text)
         rank_dir, states = document["rank_dir"], document["states"]
+        descriptor, path = rank_dir["directory"]
         return cls(
-            rank_dir=RankDir(**{**rank_dir, "directory": Path(rank_dir["directory"])}),
+            rank_dir=RankDir(**{**rank_dir, "directory": Directory(descriptor, Path(path))}),
             states=StateLayout(**{**states, "boundaries": tuple(states["boundaries"])}),
             ring=RingPlan(**document["ring"]),
             ring_descriptor=document["ring_descriptor"],

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from server_patch.dump_dir import make_writer_token
 from server_patch.ring import RingSlot
 from server_patch.writer_protocol import MAX_MESSAGE_BYTES, Assignment, Job, Report
 
@@ -50,6 +51,7 @@ class _Writer:
 
     process: subprocess.Popen[bytes]
     socket: socket.socket
+    token: str  # begins the names of its unfinished files
     given: deque[tuple[RingSlot | None, Job]] = field(default_factory=deque)
     num_reports: int = 0
     waited_for_since: float = 0.0  # clock; its last report, or its first job after none was left
@@ -152,6 +154,9 @@ class WriterSupervisor:
         self._selector.unregister(writer.socket)
         writer.socket.close()
         status = writer.process.wait()
+        # They take memory, and nobody else writes to these names.
+        with suppress(OSError):
+            self._assignment.rank_dir.directory.remove_unfinished(writer.token)
         with self._lock:
             was_ours = writer in self._writers
             if was_ours:
@@ -182,11 +187,13 @@ class WriterSupervisor:
         """Start a writer and wait until it is ready. Raises WriterError."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         package_directory = str(Path(__file__).resolve().parent.parent)
-        arguments = [package_directory, self._assignment.encode(), str(theirs.fileno())]
+        token = make_writer_token()
+        assignment = self._assignment.encode(writer=token)
+        arguments = [package_directory, assignment, str(theirs.fileno())]
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _MAIN, *arguments],
-                pass_fds=(theirs.fileno(), self._assignment.ring_descriptor),
+                pass_fds=(theirs.fileno(), *self._assignment.descriptors),
                 stdin=subprocess.DEVNULL,
             )
         except OSError as error:
@@ -203,6 +210,6 @@ class WriterSupervisor:
             process.kill()
             raise WriterError(f"a writer process ended with status {process.wait()}")
         ours.settimeout(None)
-        writer = _Writer(process=process, socket=ours)
+        writer = _Writer(process=process, socket=ours, token=token)
         self._selector.register(ours, selectors.EVENT_READ, writer)
         return writer

@@ -52,7 +52,7 @@ class Writing:
 
         def write_again() -> None:
             # READY.json is removed when the capture turns out to be wrong, and must stay removed.
-            if (self.rank_dir.directory / READY_NAME).exists():
+            if self.rank_dir.directory.is_regular(READY_NAME):
                 write_ready(self.rank_dir, replace(ready, weights=self.weights.info))
 
         write_ready(self.rank_dir, ready)

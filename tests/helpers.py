@@ -31,13 +31,16 @@ from manifest.records import Row, ServerStart, StoredRow
 from manifest.states import State
 from manifest.store import Store
 from prompts.types import Prompt, RowOrigin
+from server_patch.directory import Directory
 from server_patch.dump_format import (
     FORMAT_VERSION,
+    Dump,
     DumpHeader,
     Ready,
     StateLayout,
     decode_ready,
     encode_ready,
+    read_beginning,
 )
 
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4}
@@ -271,6 +274,12 @@ def dumps_under(root: Path) -> list[str]:
         for path in root.rglob("*")
         if path.suffix and not any(name in path.name for name in ("READY", "STATS"))
     )
+
+
+def read_header(path: Path) -> Dump:
+    """The header of a dump. Raises OSError, DumpFormatError."""
+    with Directory.open(path.parent) as directory:
+        return read_beginning(directory, path.name)[0]
 
 
 def ordinals_sent(rids: Iterable[str]) -> list[int]:

@@ -26,7 +26,7 @@ from extractor.pipeline.doctor import examine
     metavar="URL",
     help=f"Address of the server.  [default: {DEFAULT_SERVER_URL}]",
 )
-@field_options(Servers, "dump_root")
+@field_options(Servers, "dump_root", "dump_owner")
 @click.option(
     "--out",
     type=PATH,
@@ -55,7 +55,8 @@ def doctor_command(context: click.Context, /, urls: tuple[str, ...], **values: A
         raise UsageError("doctor looks at one server at a time: run it once for each --server")
     (url,) = urls or (DEFAULT_SERVER_URL,)
     require_url(url)
-    if not run_async(_doctor(url=url, **values)):
+    dumps = Servers(dump_root=values.pop("dump_root"), dump_owner=values.pop("dump_owner")).dumps
+    if not run_async(_doctor(url=url, dump_root=dumps, **values)):
         context.exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -11,7 +12,7 @@ from typing import Any, Final
 import click
 
 from extractor.core.humanize import parse_bytes
-from extractor.core.option import MAX_BYTES, MAX_CONCURRENCY, MAX_SECONDS
+from extractor.core.option import MAX_BYTES, MAX_CONCURRENCY, MAX_COUNT, MAX_SECONDS
 from prompts.types import InputError
 
 AUTO = "auto"
@@ -104,6 +105,20 @@ def _concurrency(value: Any) -> int | None:
     return number
 
 
+def _user_id(value: Any) -> int:
+    """The id of a user given by name or id."""
+    try:
+        user_id = int(value)
+    except ValueError:
+        try:
+            return pwd.getpwnam(value).pw_uid
+        except (KeyError, ValueError):
+            raise ValueError(f"{value!r} is not a user of this machine") from None
+    if not 0 <= user_id <= MAX_COUNT:
+        raise ValueError(f"{value!r} is not a user id")
+    return user_id
+
+
 def _verbosity(value: Any) -> int:
     """How often `-v` was given; more than twice counts as twice."""
     try:
@@ -122,5 +137,6 @@ VERBOSITY: Final = Parsed("level", _verbosity)
 BY_NAME: Final[Mapping[str, click.ParamType[Any]]] = {
     "urls": ADDRESS,
     "concurrency": Parsed("concurrency", _concurrency),
+    "dump_owner": Parsed("user", _user_id),
     "last_kind": click.Choice(["post", "pre", "both"]),
 }

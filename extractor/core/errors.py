@@ -6,7 +6,7 @@ ExtractorError
 │   ├── ConfigMismatch           the output directory holds another run's data
 │   ├── OutputBusy               another process writes the output directory
 │   ├── BadAddress               the server's address cannot work: its host, HTTP or TLS
-│   ├── BadDumpDir               the given --dump-dir is not the server's
+│   ├── BadDumpDir               --dump-dir is not the server's, or others can change it
 │   └── MissingExtra             a package of an optional extra is not installed
 ├── ServerError         exit 3   the server or its plugin; rows stay resumable
 │   ├── ServerUnreachable
@@ -67,7 +67,8 @@ class BadAddress(UsageError):
 
 
 class BadDumpDir(UsageError):
-    """The given --dump-dir is not the server's: no server dumps there, or another one does."""
+    """The given --dump-dir cannot be used: no server dumps there, or another one does, or other
+    users can change it."""
 
 
 class MissingExtra(UsageError):

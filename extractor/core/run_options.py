@@ -11,7 +11,13 @@ from typing import Annotated, Any
 from extractor.core.address import DEFAULT_SERVER_URL, require_url
 from extractor.core.errors import UsageError
 from extractor.core.identity import reading_document
-from extractor.core.locations import DEFAULT_DUMP_ROOT, DEFAULT_OUT, MANIFEST_NAME, SHARDS_DIRECTORY
+from extractor.core.locations import (
+    DEFAULT_DUMP_ROOT,
+    DEFAULT_OUT,
+    MANIFEST_NAME,
+    SHARDS_DIRECTORY,
+    DumpRoot,
+)
 from extractor.core.option import (
     MAX_BYTES,
     MAX_CONCURRENCY,
@@ -119,6 +125,18 @@ class Servers:
     dump_root: Annotated[
         Path, Option("--dump-dir", "Where the server's plugin puts its dumps.")
     ] = DEFAULT_DUMP_ROOT
+    dump_owner: Annotated[
+        int | None,  # user id
+        Option(
+            "--dump-owner",
+            "User, by name or id, whose server writes the dumps, if it is not you. The group of "
+            "--dump-dir may then write there; only files of that user, of you and of root are "
+            "read.",
+            least=0,
+            most=MAX_COUNT,
+            metavar="USER",
+        ),
+    ] = None
     # None: any model, whatever the servers capture.
     model: Annotated[
         str | None,
@@ -148,7 +166,14 @@ class Servers:
         ),
     ] = None
 
+    @property
+    def dumps(self) -> DumpRoot:
+        """The dump root, and whose files in it are trusted."""
+        owner = self.dump_owner
+        return DumpRoot(path=self.dump_root, owner=owner, is_shared=owner is not None)
+
     def __post_init__(self) -> None:
+        check_options(self)
         if not self.urls:
             raise UsageError("name at least one --server")
         for url in self.urls:

@@ -262,8 +262,8 @@ class Connection:
         need = dump_bytes(prompt.num_tokens, self.target.ready.layout, self.target.limits)
         for rank in self.target.ranks:
             with suppress(FileNotFoundError):  # the collector misses it too, and ends the run
-                if free_bytes(rank.directory) < need:
-                    self.lane.health.note_full(rank.directory, need, now=_now())
+                if free_bytes(rank.path) < need:
+                    self.lane.health.note_full(rank.path, need, now=_now())
                     return replace(failure, kind=FailureKind.FULL)
         return failure
 

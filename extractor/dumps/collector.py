@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from extractor.core.checks import check_header
 from extractor.core.errors import ConfigMismatch, PluginError, ServerError
 from extractor.core.failure import Failure
+from extractor.core.locations import DumpRoot
 from extractor.core.timings import DEFAULT_TIMINGS, CollectTimings
 from extractor.dumps.correlator import Correlator, Match, Piece
 from extractor.dumps.discovery import is_alive, scan_writers
@@ -23,9 +23,8 @@ from extractor.dumps.dump_reader import (
     ErrorFile,
     Rank,
 )
-from extractor.system.files import unlink_all
 from manifest.states import Reason
-from server_patch.dump_format import TEMPORARY_PREFIX, DumpHeader, Ready
+from server_patch.dump_format import DumpHeader, Ready
 
 logger = logging.getLogger(__name__)
 
@@ -132,17 +131,17 @@ class Collector:
         match arrival:
             case DumpFile():
                 self._take_dump(rank, arrival)
-            case ErrorFile(path=path, record=record):
-                unlink_all([path])
+            case ErrorFile(record=record):
+                arrival.unlink()
                 logger.debug("dump failed rid=%s reason=%s", record.rid, record.reason)
                 self.abandoned.discard(record.rid)
                 self._settle(record.rid, Failure(reason=Reason.DUMP_FAILED, detail=record.reason))
-            case BrokenFile(path=path):
+            case BrokenFile():
                 # Whose it is cannot be read. Its request, ours or another's, will miss it and
                 # try again; the file itself is of no use to anybody.
-                logger.info("broken dump removed path=%s", path)
+                logger.info("broken dump removed path=%s", arrival.path)
                 self.num_broken += 1
-                unlink_all([path])
+                arrival.unlink()
 
     def _take_dump(self, rank: Rank, file: DumpFile) -> None:
         header = file.dump.header
@@ -190,7 +189,8 @@ class Collector:
 
     @staticmethod
     def _remove(pieces: Sequence[DumpPiece]) -> None:
-        unlink_all(piece.handle.path for piece in pieces)
+        for piece in pieces:
+            piece.handle.unlink()
 
 
 def _weights_changed(header: DumpHeader, ready: Ready) -> str:
@@ -202,13 +202,15 @@ def _weights_changed(header: DumpHeader, ready: Ready) -> str:
     )
 
 
-def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str, known: Sequence[Rank] = ()) -> None:
+def remove_dumps_of_the_dead(
+    root: DumpRoot, *, rid_prefix: str, known: Sequence[Rank] = ()
+) -> None:
     """Remove the dumps with this rid prefix that dead servers left under `root`.
 
     `known`: ranks whose files were read before.
     """
-    looked_at = {rank.directory: rank for rank in known}
-    dead = [looked_at.get(rank.directory, rank) for rank in scan_writers(root).dead]
+    looked_at = {rank.path: rank for rank in known}
+    dead = [looked_at.get(rank.path, rank) for rank in scan_writers(root).dead]
     with suppress(ServerError, FileNotFoundError):  # somebody else may be removing the directory
         Collector(dead, rid_prefix=rid_prefix).sweep()
         remove_unfinished(dead)
@@ -217,4 +219,4 @@ def remove_dumps_of_the_dead(root: Path, *, rid_prefix: str, known: Sequence[Ran
 def remove_unfinished(dead: Sequence[Rank]) -> None:
     """Remove what servers were writing when they died: nobody will finish it."""
     for rank in dead:
-        unlink_all(rank.directory.glob(f"{TEMPORARY_PREFIX}*"))
+        rank.directory.remove_unfinished()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,25 +22,34 @@ from extractor.core.errors import (
     UsageError,
     storage_error,
 )
-from extractor.core.locations import DEFAULT_DUMP_ROOT
+from extractor.core.locations import DEFAULT_DUMP_ROOT, DumpRoot
 from extractor.dumps.dump_reader import Rank
-from extractor.system.process_id import is_same_process
+from extractor.dumps.dump_root import open_root, rank_directories
+from extractor.system.process_id import is_same_process, process_owner
 from manifest.causes import LIMIT_ERRNOS
+from server_patch.directory import TEMPORARY_PREFIX, Directory
 from server_patch.dump_format import (
     FAILED_NAME,
+    MAX_DOCUMENT_BYTES,
     READY_NAME,
     DumpFormatError,
+    FailedRecord,
     Ready,
+    decode_failed,
     decode_ready,
 )
 from server_patch.settings import DUMP_DIR
+
+#: Begins the names of the files that clients make and remove to see whether they can.
+_CLIENT = "client-"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedWriter:
     """A writer that says why it captures nothing."""
 
-    directory: Path
+    path: Path
+    boot_id: str
     reason: str
 
 
@@ -48,32 +57,38 @@ class FailedWriter:
 class Writers:
     """Everything that ever announced itself under one dump root and is still there."""
 
-    root: Path
+    root: DumpRoot
     alive: tuple[Rank, ...]
     dead: tuple[Rank, ...]
     failed: tuple[FailedWriter, ...]
     unreadable: tuple[str, ...]
 
 
-def scan_writers(root: Path) -> Writers:
-    """Look at every `<root>/<boot id>/<rank>/`. A missing root is an empty one."""
+def scan_writers(root: DumpRoot) -> Writers:
+    """Look at every `<root>/<boot id>/<rank>/`. A missing root is an empty one.
+
+    Raises BadDumpDir for a root that others can change.
+    """
     alive: list[Rank] = []
     dead: list[Rank] = []
     failed: list[FailedWriter] = []
     unreadable: list[str] = []
-    for directory in sorted(root.glob("*/*/")):
+    top = open_root(root)
+    for boot_id, rank, directory in () if top is None else rank_directories(top):
         try:
-            if (directory / READY_NAME).exists():
-                ready = decode_ready((directory / READY_NAME).read_bytes())
-                rank = Rank(directory=directory, ready=ready)
-                (alive if is_alive(ready) else dead).append(rank)
-            elif (directory / FAILED_NAME).exists():
-                document = json.loads((directory / FAILED_NAME).read_bytes())
-                failed.append(FailedWriter(directory=directory, reason=str(document["reason"])))
-        except (OSError, DumpFormatError, ValueError, KeyError, TypeError) as error:
+            if isinstance(directory, OSError):
+                raise directory
+            if (ready := read_ready(directory, boot_id, rank)) is not None:
+                found = Rank(directory=directory, ready=ready)
+                (alive if is_alive(ready) else dead).append(found)
+            elif (record := read_failed(directory)) is not None:
+                failed.append(
+                    FailedWriter(path=directory.path, boot_id=boot_id, reason=record.reason)
+                )
+        except (OSError, DumpFormatError) as error:
             if isinstance(error, OSError) and error.errno in LIMIT_ERRNOS:
                 raise
-            unreadable.append(f"{directory}: {error}")
+            unreadable.append(f"{root.path / boot_id / str(rank)}: {error}")
     return Writers(
         root=root,
         alive=tuple(alive),
@@ -81,6 +96,34 @@ def scan_writers(root: Path) -> Writers:
         failed=tuple(failed),
         unreadable=tuple(unreadable),
     )
+
+
+def read_ready(directory: Directory, boot_id: str, rank: int) -> Ready | None:
+    """READY.json in the directory of that rank; None where there is none.
+
+    Raises OSError; DumpFormatError also where it names another boot id or rank, or a live process
+    of a user who does not write here.
+    """
+    try:
+        ready = decode_ready(directory.read(READY_NAME, max_bytes=MAX_DOCUMENT_BYTES))
+    except FileNotFoundError:
+        return None
+    if (ready.boot_id, ready.rank) != (boot_id, rank):
+        raise DumpFormatError(f"{READY_NAME} is of {ready.boot_id[:80]}/{ready.rank}")
+    process = ready.process
+    owner = process_owner(process.pid, process.namespace) if is_alive(ready) else None
+    if owner is not None and directory.owners is not None and owner not in directory.owners:
+        raise DumpFormatError(f"{READY_NAME} names process {process.pid} of user {owner}")
+    return ready
+
+
+def read_failed(directory: Directory) -> FailedRecord | None:
+    """FAILED.json in the directory of a rank; None where there is none. Raises OSError,
+    DumpFormatError."""
+    try:
+        return decode_failed(directory.read(FAILED_NAME, max_bytes=MAX_DOCUMENT_BYTES))
+    except FileNotFoundError:
+        return None
 
 
 def is_alive(ready: Ready) -> bool:
@@ -110,12 +153,12 @@ def ranks_of(
     if not boots:
         raise _absent(writers, url)
     # Where only the model is the same, the writer may be of another server.
-    if not same_port and (elsewhere := _elsewhere(writers.root, url)) is not None:
+    if not same_port and (elsewhere := _elsewhere(writers.root.path, url)) is not None:
         raise elsewhere
     if len(boots) > 1:
         raise PluginError(
-            f"several live servers dump under {writers.root} and none is known to be the one at "
-            f"{url}: {', '.join(sorted(boots))}. Give each its own --dump-dir."
+            f"several live servers dump under {writers.root.path} and none is known to be the one "
+            f"at {url}: {', '.join(sorted(boots))}. Give each its own --dump-dir."
         )
     (boot,) = boots
     ranks = sorted(
@@ -131,7 +174,7 @@ def _require_whole(ranks: Sequence[Rank], writers: Writers) -> None:
     missing = set(range(ready.engine.dp_size)) - {rank.ready.rank for rank in ranks}
     if missing:
         raise PluginError(
-            f"{writers.root / ready.boot_id}: data-parallel rank(s) {sorted(missing)} of "
+            f"{writers.root.path / ready.boot_id}: data-parallel rank(s) {sorted(missing)} of "
             f"{ready.engine.dp_size} have no live {READY_NAME}; see the server's log"
         )
 
@@ -149,24 +192,11 @@ def _absent(writers: Writers, url: str) -> ExtractorError:
     A directory that no server ever announced itself under is a wrong --dump-dir, unless it is the
     default; the environment of the server's process, if it can be read, names the right one.
     """
-    root = writers.root
-    try:
-        os.scandir(root).close()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        if error.errno in LIMIT_ERRNOS:
-            return storage_error(error)
-        return BadDumpDir(
-            f"--dump-dir {root} cannot be read ({error.strerror}). Name the directory that the "
-            "server's plugin dumps under (its SGLANG_HS_DUMP_DIR)."
-        )
+    root = writers.root.path
     if (elsewhere := _elsewhere(root, url)) is not None:
         return elsewhere
     if writers.failed:
-        reasons = "; ".join(
-            f"{failed.directory.name}: {failed.reason}" for failed in writers.failed
-        )
+        reasons = "; ".join(f"{failed.path.name}: {failed.reason}" for failed in writers.failed)
         return PluginError(f"the plugin of a server under {root} gave up: {reasons}")
     if writers.unreadable:
         return PluginError(
@@ -220,16 +250,16 @@ def _dump_root_of_server(url: str) -> str | None:
 def require_dump_directory(ranks: Sequence[Rank]) -> None:
     """Raise UsageError or SpaceError unless this process may create and remove files there."""
     for rank in ranks:
-        # One name for all clients: what a killed one leaves is removed by the next.
-        trial = rank.directory / ".tmp-client"
+        trial = f"{TEMPORARY_PREFIX}{_CLIENT}{secrets.token_hex(8)}"
         try:
-            trial.write_bytes(b"")
-            trial.unlink(missing_ok=True)
+            rank.directory.remove_unfinished(_CLIENT)  # of killed clients
+            os.close(rank.directory.create(trial, mode=0o600))
+            rank.directory.unlink(trial)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM):
-                raise storage_error(error, where=rank.directory) from error
+                raise storage_error(error, where=rank.path) from error
             raise UsageError(
-                f"{rank.directory}: this user cannot create and remove files there ({error}). "
+                f"{rank.path}: this user cannot create and remove files there ({error}). "
                 "Run as the server's user, or start the server with "
                 "SGLANG_HS_FILE_MODE=660 and a common group."
             ) from error

@@ -14,7 +14,7 @@ from extractor.dumps.dump_reader import DumpPiece
 from extractor.system.files import read_into
 from manifest.states import Reason
 from prompts.types import Prompt
-from server_patch.dump_format import DumpFormatError, open_dump
+from server_patch.directory import UnsafeFile
 
 
 class SampleFault(Exception):
@@ -62,17 +62,17 @@ def opened(piece: DumpPiece) -> Iterator[int | bytes]:
     if piece.handle.content is not None:
         yield piece.handle.content
         return
-    path = piece.handle.path
+    file = piece.handle
     try:
-        descriptor = open_dump(path)
-    except DumpFormatError as error:
+        descriptor, _ = file.directory.open_file(file.name)
+    except UnsafeFile as error:
         raise SampleFault(Failure(reason=Reason.DUMP_CORRUPT, detail=str(error))) from error
     except FileNotFoundError as error:
         raise SampleFault(
             Failure(
                 reason=Reason.DUMP_MISSING,
-                detail=f"{path} vanished before it was copied (systemd's RemoveIPC, or somebody "
-                "cleaned up)",
+                detail=f"{file.path} vanished before it was copied (systemd's RemoveIPC, or "
+                "somebody cleaned up)",
             )
         ) from error
     try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +17,9 @@ from extractor.core.rids import run_of
 from extractor.core.timings import DEFAULT_TIMINGS, CollectTimings
 from extractor.dumps.correlator import Piece
 from extractor.system.inotify import DirectoryWatch
+from server_patch.directory import Directory, UnsafeFile
 from server_patch.dump_format import (
+    MAX_DOCUMENT_BYTES,
     Dump,
     DumpFormatError,
     ErrorRecord,
@@ -22,19 +27,17 @@ from server_patch.dump_format import (
     decode_error,
     is_dump_name,
     is_error_name,
-    open_dump,
     read_beginning,
 )
 
-#: An error record is a few hundred bytes.
-MAX_ERROR_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
     """One writer of a server: a data-parallel rank and the directory it dumps to."""
 
-    directory: Path
+    directory: Directory
     ready: Ready
     #: Files of other runs: name -> run. All watchers share it, so each header is read once; a
     #: writer never reuses a name.
@@ -42,12 +45,40 @@ class Rank:
         default_factory=dict, init=False, compare=False, repr=False
     )
 
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
 
 @dataclass(frozen=True, slots=True)
-class DumpFile:
+class RankFile:
+    """A file in the directory of a rank."""
+
+    directory: Directory
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """For messages."""
+        return self.directory.path / self.name
+
+    def age_s(self) -> float | None:
+        """Seconds since the file got its name, its content or its mode, whichever came last; None
+        where there is none. Raises OSError."""
+        try:
+            return time.time() - self.directory.stat(self.name).st_ctime
+        except FileNotFoundError:
+            return None
+
+    def unlink(self) -> None:
+        """Remove the file if it is still there. Raises OSError."""
+        self.directory.unlink(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class DumpFile(RankFile):
     """A dump and the checked content of its header."""
 
-    path: Path
     dump: Dump
     content: bytes | None = None  # of the whole file, where it was read at once
 
@@ -55,17 +86,17 @@ class DumpFile:
 DumpPiece = Piece[DumpFile]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BrokenFile:
+@dataclass(frozen=True, slots=True)
+class BrokenFile(RankFile):
     """A file with a final name whose content is not what its name promises."""
 
-    path: Path
     problem: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ErrorFile:
-    path: Path
+@dataclass(frozen=True, slots=True)
+class ErrorFile(RankFile):
+    """An error record in place of a dump."""
+
     record: ErrorRecord
 
 
@@ -113,7 +144,7 @@ class DumpWatcher:
         arrivals: list[tuple[Rank, Arrival]] = []
         for _ in range(len(self._unread) if most is None else min(most, len(self._unread))):
             rank, name = self._unread.popleft()
-            arrival = _read(rank.directory / name, self._whole_bytes)
+            arrival = _read(rank.directory, name, self._whole_bytes)
             if arrival is not None and self._is_ours(rank, name, arrival):
                 arrivals.append((rank, arrival))
         return arrivals
@@ -161,14 +192,22 @@ def _is_wanted(name: str) -> bool:
     return is_dump_name(name) or is_error_name(name)
 
 
-def _read(path: Path, whole_bytes: int) -> Arrival | None:
+def _read(directory: Directory, name: str, whole_bytes: int) -> Arrival | None:
     try:
-        if is_error_name(path.name):
-            with open(open_dump(path), "rb") as file:
-                return ErrorFile(path=path, record=decode_error(file.read(MAX_ERROR_BYTES)))
-        dump, beginning = read_beginning(path, whole_bytes=whole_bytes)
-        return DumpFile(path, dump, beginning if dump.size_bytes <= whole_bytes else None)
+        if is_error_name(name):
+            data = directory.read(name, max_bytes=MAX_DOCUMENT_BYTES)
+            return ErrorFile(directory, name, decode_error(data))
+        dump, beginning = read_beginning(directory, name, whole_bytes=whole_bytes)
+        kept = beginning if dump.size_bytes <= whole_bytes else None
+        return DumpFile(directory, name, dump, kept)
     except FileNotFoundError:
         return None  # removed by its owner, another run on the same server
+    except UnsafeFile as error:
+        logger.warning("not a dump, and left alone: %s", error)
+        return None
     except DumpFormatError as error:
-        return BrokenFile(path=path, problem=str(error))
+        return BrokenFile(directory, name, str(error))
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        return BrokenFile(directory, name, str(error))

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from extractor.core.admission import Admission
+from extractor.core.locations import DumpRoot
 from extractor.core.rids import rid_prefix
 from extractor.dispatch.prompt_task import PromptTasks
 from extractor.dumps.adoption import Adoptable, find_adoptable, whole
@@ -27,7 +27,7 @@ class Adopter:
 
     data_set: OpenDataSet
     tasks: PromptTasks
-    dump_root: Path
+    dump_root: DumpRoot
     report: Callable[[str], None]
 
     async def run(self, admission: Admission, ranks: Sequence[Rank]) -> None:

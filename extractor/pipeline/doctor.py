@@ -15,16 +15,18 @@ from typing import Any, TypeVar
 
 from extractor.core.errors import UsageError, exit_code, message_of
 from extractor.core.humanize import amount, counted
+from extractor.core.locations import DumpRoot
 from extractor.core.version import __version__
 from extractor.dumps.discovery import require_dump_directory
 from extractor.dumps.dump_reader import Rank
+from extractor.dumps.dump_root import open_root
 from extractor.servers.cleanup import find_leftovers, find_waiting, remove_leftovers
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom, shm_budget
 from extractor.servers.target import Target, require_plugin, require_server
 from extractor.shards.output_dir import manifest_warning, prepare_out
-from extractor.system.files import free_bytes, nearest_existing, require_directory
+from extractor.system.files import free_bytes, nearest_existing
 from extractor.system.shared_memory import unused_files
 
 LEAST_FILES = 1024
@@ -48,14 +50,16 @@ class Check:
 
 
 async def examine(
-    *, url: str, dump_root: Path, out: Path, server_wait_s: float, clean: bool = False
+    *, url: str, dump_root: DumpRoot, out: Path, server_wait_s: float, clean: bool = False
 ) -> AsyncIterator[Check]:
     """Every check that can be made; those that need a failed one are left out."""
     yield _versions()
     yield _open_files()
     yield (await _try("output disk", asyncio.to_thread(_out, out)))[0]
-    yield (await _try("dump root", asyncio.to_thread(_dump_root, dump_root)))[0]
-    yield _leftovers(dump_root, is_to_clean=clean)
+    check, root = await _try("dump root", asyncio.to_thread(_dump_root, dump_root))
+    yield check
+    if root is not None:
+        yield _leftovers(dump_root, is_to_clean=clean)
     async with Client(url, concurrency=2, request_timeout_s=120.0) as client:
         check, facts = await _try(
             "server",
@@ -70,7 +74,7 @@ async def examine(
             asyncio.to_thread(require_plugin, dump_root, url=url, facts=facts),
             lambda ranks: (
                 f"version {ranks[0].ready.capture.plugin_version}, {len(ranks)} writer(s), "
-                f"pid {ranks[0].ready.process.pid}, {ranks[0].directory}"
+                f"pid {ranks[0].ready.process.pid}, {ranks[0].path}"
             ),
         )
         yield check
@@ -166,16 +170,15 @@ def _out(out: Path) -> str:
     return f"{out}: {amount(free_bytes(nearest))} free" + (f"; {warning}" if warning else "")
 
 
-def _dump_root(root: Path) -> str:
-    require_directory(root, option="--dump-dir")
-    if not root.exists():
+def _dump_root(root: DumpRoot) -> str:
+    if open_root(root) is None:
         raise UsageError(
-            f"{root} does not exist: no server with the plugin was ever started for it"
+            f"{root.path} does not exist: no server with the plugin was ever started for it"
         )
-    return f"{root}: {amount(free_bytes(root))} free"
+    return f"{root.path}: {amount(free_bytes(root.path))} free"
 
 
-def _leftovers(root: Path, *, is_to_clean: bool) -> Check:
+def _leftovers(root: DumpRoot, *, is_to_clean: bool) -> Check:
     removed = remove_leftovers(root) if is_to_clean else []
     left = find_leftovers(root)
     waiting = [

@@ -194,7 +194,7 @@ class _Extraction:
                 state = await RunState.load(owner, self.files, counters)
             if state.is_finished:
                 prefix = rid_prefix(state.run_id)
-                remove_dumps_of_the_dead(options.servers.dump_root, rid_prefix=prefix)
+                remove_dumps_of_the_dead(options.servers.dumps, rid_prefix=prefix)
                 for target in targets:
                     Collector(target.ranks, rid_prefix=prefix).sweep()
                 await self._seal_all(left)

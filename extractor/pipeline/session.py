@@ -147,7 +147,7 @@ class Session:
             adopter = Adopter(
                 data_set=self._data_set,
                 tasks=self._tasks,
-                dump_root=self._options.servers.dump_root,
+                dump_root=self._options.servers.dumps,
                 report=self._reporter.report,
             )
             await adopter.run(admission, self._pool.ranks)

@@ -13,7 +13,6 @@ import importlib.metadata
 import os
 import random
 import secrets
-import shutil
 import socket
 import sys
 import tempfile
@@ -26,14 +25,15 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageError
+from extractor.core.locations import DumpRoot
 from extractor.core.timings import DEFAULT_TIMINGS, Timings
 from extractor.dumps.discovery import scan_writers
-from extractor.servers.cleanup import remove_useless
+from extractor.dumps.dump_root import open_root
+from extractor.servers.cleanup import remove_boot, remove_useless
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
 from extractor.servers.sglang_flags import EngineOptions, ServeOptions
 from extractor.servers.target import Target, require_plugin
-from extractor.system.files import require_directory
 from extractor.system.process_tree import ServerProcess, started
 
 WEIGHTS_LOADED_MARK = "Load weight end"
@@ -93,8 +93,8 @@ async def running_server(
     """
     engine_version = _engine_version()
     await _require_free_port(options.engine)
-    dump_root = options.plugin.dump_root
-    require_directory(dump_root, option="--dump-dir")
+    dump_root = options.plugin.dumps
+    open_root(dump_root, make_mode=options.plugin.directory_mode)
     remove_useless(dump_root)
     boot_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     log_path = options.log_path or _new_log_path()
@@ -119,7 +119,7 @@ async def running_server(
         if options.log_path is None:
             log_path.unlink()  # kept when something went wrong
     finally:
-        _remove_dumps(dump_root, boot_id)
+        remove_boot(dump_root, boot_id)
 
 
 class _Progress:
@@ -162,7 +162,7 @@ class _Start:
     """Follows one start through its stages."""
 
     url: str
-    dump_root: Path
+    dump_root: DumpRoot
     process: ServerProcess
     boot_id: str
     progress: _Progress
@@ -228,7 +228,7 @@ class _Start:
     def _is_announced(self) -> bool:
         writers = scan_writers(self.dump_root)
         for failed in writers.failed:
-            if failed.directory.parent.name.startswith(self.boot_id):
+            if failed.boot_id.startswith(self.boot_id):
                 raise PluginError(f"the plugin captures nothing: {failed.reason}")
         mine = [rank for rank in writers.alive if rank.ready.boot_id.startswith(self.boot_id)]
         return bool(mine) and len(mine) >= mine[0].ready.engine.dp_size
@@ -293,9 +293,3 @@ def _new_log_path() -> Path:
     descriptor, path = tempfile.mkstemp(prefix="sglang-", suffix=".log")
     os.close(descriptor)
     return Path(path)
-
-
-def _remove_dumps(root: Path, boot_id: str) -> None:
-    """Remove what our own, now dead, server left. Nobody else writes below its boot id."""
-    for directory in root.glob(f"{boot_id}*"):
-        shutil.rmtree(directory, ignore_errors=True)

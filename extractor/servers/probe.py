@@ -161,7 +161,7 @@ class _Probe:
                 f"{server} did not answer the probe prompt in {seconds}",
                 "See its log; the same command goes on.",
             )
-        directory, port = self.target.ranks[0].directory, self.target.ready.process.port
+        directory, port = self.target.ranks[0].path, self.target.ready.process.port
         what = f"{server} {self.reaction}, but no dump of it arrived under {directory} in {seconds}"
         if port == urlsplit(self.target.url).port:
             return PluginError(what, "Does the server run prefill in CUDA graphs? See its log.")

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 from extractor.core.address import is_host, url_host
 from extractor.core.errors import UsageError
-from extractor.core.locations import DEFAULT_DUMP_ROOT
+from extractor.core.locations import DEFAULT_DUMP_ROOT, DumpRoot
 from extractor.core.option import MAX_SECONDS, Option, check_options
 from server_patch import settings as plugin
 
@@ -126,7 +126,22 @@ class PluginOptions:
             raise UsageError("--layers is empty: write eagle3, or a list such as 3,31,59")
         # The plugin's own parser, here rather than in the server's log minutes later.
         with _naming_options():
-            plugin.Settings.from_environ(self.environment(boot_id="check"))
+            self._settings()
+
+    def _settings(self) -> plugin.Settings:
+        settings = plugin.Settings.from_environ(self.environment(boot_id="check"))
+        assert settings is not None  # --dump-dir is given
+        return settings
+
+    @property
+    def dumps(self) -> DumpRoot:
+        """The dump root; shared with its group if that may write the dumps."""
+        return DumpRoot(path=self.dump_root.absolute(), is_shared=self._settings().is_shared)
+
+    @property
+    def directory_mode(self) -> int:
+        """Permission bits of a dump root that is made."""
+        return self._settings().directory_mode
 
     def environment(self, *, boot_id: str) -> dict[str, str]:
         """The variables that switch the plugin on."""

@@ -33,7 +33,7 @@ def headroom(ranks: Sequence[Rank]) -> Headroom:
 
 
 def _headroom(rank: Rank) -> Headroom:
-    directory = rank.directory
+    directory = rank.path
     free = free_bytes(directory)
     rooms = [(free, f"{directory} has free")]
     if file_system_type(directory) not in MEMORY_FILE_SYSTEMS:

@@ -11,6 +11,7 @@ from typing import Any
 
 from extractor.core.errors import ConfigMismatch, PluginError, ServerUnreachable
 from extractor.core.events import ReportLine
+from extractor.core.locations import DumpRoot
 from extractor.core.request import Limits
 from extractor.core.rids import RID_PREFIX
 from extractor.core.run_options import RunOptions, Servers
@@ -87,7 +88,7 @@ async def require_target(client: Client, options: RunOptions) -> Target:
     """
     facts = await require_server(client, wait_s=0.0)
     ranks = require_plugin(
-        options.servers.dump_root,
+        options.servers.dumps,
         url=client.url,
         facts=facts,
         others=[url for url in options.servers.urls if url != client.url],
@@ -150,7 +151,7 @@ def unreachable(clients: Sequence[Client]) -> ServerUnreachable:
 
 
 def require_plugin(
-    root: Path, *, url: str, facts: ServerFacts, others: Sequence[str] = ()
+    root: DumpRoot, *, url: str, facts: ServerFacts, others: Sequence[str] = ()
 ) -> tuple[Rank, ...]:
     """The live writers of that server; `others`: addresses of other servers of the run.
 
@@ -161,7 +162,7 @@ def require_plugin(
     # A live update may name another path; provenance.py says that the weights are others.
     if ready.model.path != facts.model_path and not was_updated(ready):
         raise PluginError(
-            f"{ranks[0].directory / READY_NAME} is of model {ready.model.path}, "
+            f"{ranks[0].path / READY_NAME} is of model {ready.model.path}, "
             f"the server at {url} serves {facts.model_path}: another server's dump directory?"
         )
     if not RID_PREFIX.startswith(ready.capture.rid_prefix):

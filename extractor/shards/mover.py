@@ -21,7 +21,6 @@ from extractor.dumps.dump_reader import DumpPiece
 from extractor.shards.format import sample_bytes
 from extractor.shards.sequence import ShardSequence
 from extractor.shards.writer import ShardWriter
-from extractor.system.files import age_s
 from manifest.records import Stored
 from prompts.types import Prompt
 
@@ -192,8 +191,8 @@ class Mover:
     def _remove_dumps(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             for piece in job.pieces:
-                path = piece.handle.path
-                if (seconds := age_s(path)) is not None:
+                file = piece.handle
+                if (seconds := file.age_s()) is not None:
                     self._stages[Stage.RESIDENCY].add(seconds)
-                path.unlink(missing_ok=True)
+                file.unlink()
             job.log("dumps removed", " pieces=%d", len(job.pieces))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from extractor.core.errors import UsageError
-from server_patch.dump_format import DumpFormatError, open_dump
+from server_patch.directory import Directory
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -24,10 +23,8 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 def open_regular(path: Path) -> int:
     """Open a regular file for reading, never a link or a waiting pipe. Raises OSError."""
-    try:
-        return open_dump(path)
-    except DumpFormatError as error:
-        raise OSError(errno.EINVAL, "not a regular file", str(path)) from error
+    with Directory.open(path.parent) as directory:
+        return directory.open_file(path.name)[0]
 
 
 def is_regular(path: Path | str) -> bool:
@@ -116,21 +113,6 @@ def dangling_link(path: Path) -> Path | None:
             except FileNotFoundError:
                 return part
     return None
-
-
-def unlink_all(paths: Iterable[Path]) -> None:
-    """Remove files, those that are still there."""
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def age_s(path: Path) -> float | None:
-    """Seconds since a file got its name, its content or its mode, whichever came last; None where
-    there is none."""
-    try:
-        return time.time() - os.stat(path).st_ctime
-    except FileNotFoundError:
-        return None
 
 
 def free_bytes(path: Path) -> int:

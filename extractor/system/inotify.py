@@ -8,17 +8,15 @@ overflowed, a user without a free inotify instance).
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from inotify_simple import INotify, flags
 
 from extractor.core.timings import DEFAULT_TIMINGS, ListingTimings
-from extractor.system.files import is_regular
+from server_patch.directory import Directory
 
 _NEWS = flags.MOVED_TO
 _LOSSES = flags.Q_OVERFLOW | flags.IGNORED | flags.UNMOUNT
@@ -29,7 +27,7 @@ class DirectoryWatch:
 
     def __init__(
         self,
-        directories: Sequence[Path],
+        directories: Sequence[Directory],
         *,
         is_wanted: Callable[[str], bool],
         timings: ListingTimings = DEFAULT_TIMINGS.collect.listing,
@@ -38,44 +36,53 @@ class DirectoryWatch:
         self._timings = timings
         self._directories = tuple(directories)
         self._is_wanted = is_wanted
-        self._reported: dict[Path, set[str]] = {path: set() for path in directories}
-        self._skipped: dict[Path, frozenset[str]] = {path: frozenset() for path in directories}
+        self._reported: dict[Directory, set[str]] = {place: set() for place in directories}
+        self._skipped: dict[Directory, frozenset[str]] = {
+            place: frozenset() for place in directories
+        }
         self._listed_at = -float("inf")
         self._listing_s = 0.0  # duration of the last listing
         self._found_any = False
-        self._watched: dict[int, Path] = {}
+        self._watched: dict[int, Directory] = {}
         self._notify: INotify | None = None
         with suppress(OSError):
             self._notify = INotify()
             weakref.finalize(self, self._notify.close)
             self._watched = {
-                self._notify.add_watch(path, _NEWS | flags.ONLYDIR): path for path in directories
+                # Not by its path, which may lead elsewhere by now.
+                self._notify.add_watch(
+                    f"/proc/self/fd/{place.descriptor}", _NEWS | flags.ONLYDIR
+                ): place
+                for place in directories
             }
 
     @property
     def _is_told(self) -> bool:
         return self._notify is not None and len(self._watched) == len(self._directories)
 
-    def poll(self) -> list[tuple[Path, str]]:
+    def poll(self) -> list[tuple[Directory, str]]:
         """Directory and name of what appeared since the last poll, in order of name within each.
 
         Raises OSError when a directory is gone.
         """
-        found: dict[Path, set[str]] = {path: set() for path in self._directories}
+        found: dict[Directory, set[str]] = {place: set() for place in self._directories}
         # Listed first: what moves in meanwhile is told, and then known twice, not never.
         timings = self._timings
         interval_s = timings.interval_s * max(1.0, self._listing_s / timings.cost_s)
         if not self._is_told or time.monotonic() - self._listed_at >= interval_s:
             self._list(found)
+        else:
+            for place in self._directories:
+                place.require_linked()  # the kernel tells it only when nobody has it open
         if not self._take_told(found):
             self._list(found)
         news = [
-            (path, name)
-            for path, names in found.items()
-            for name in sorted(names - self._reported[path])
+            (place, name)
+            for place, names in found.items()
+            for name in sorted(names - self._reported[place])
         ]
-        for path, name in news:
-            self._reported[path].add(name)
+        for place, name in news:
+            self._reported[place].add(name)
         self._found_any = bool(news)
         return news
 
@@ -83,11 +90,11 @@ class DirectoryWatch:
         """Never report the files that exist now."""
         with suppress(FileNotFoundError):  # the next poll raises it again
             self.poll()
-        self._skipped = {path: frozenset(names) for path, names in self._reported.items()}
+        self._skipped = {place: frozenset(names) for place, names in self._reported.items()}
 
     def report_again(self) -> None:
         """Report every existing file again, except skipped ones."""
-        self._reported = {path: set(names) for path, names in self._skipped.items()}
+        self._reported = {place: set(names) for place, names in self._skipped.items()}
         self._listed_at = -float("inf")
 
     async def wait(self) -> None:
@@ -109,29 +116,24 @@ class DirectoryWatch:
             loop.remove_reader(self._notify.fileno())
         await asyncio.sleep(timings.busy_pause_s)  # what comes together is taken together
 
-    def _list(self, found: dict[Path, set[str]]) -> None:
+    def _list(self, found: dict[Directory, set[str]]) -> None:
         began_at = time.monotonic()
-        for path in self._directories:
-            with os.scandir(path) as entries:
-                names = {
-                    entry.name
-                    for entry in entries
-                    if self._is_wanted(entry.name) and entry.is_file(follow_symlinks=False)
-                }
-            found[path] |= names
+        for place in self._directories:
+            names = {name for name in place.file_names() if self._is_wanted(name)}
+            found[place] |= names
             # A vanished name need not be remembered: a writer uses none twice.
-            self._reported[path] &= names
+            self._reported[place] &= names
         self._listed_at = time.monotonic()
         self._listing_s = self._listed_at - began_at
 
-    def _take_told(self, found: dict[Path, set[str]]) -> bool:
+    def _take_told(self, found: dict[Directory, set[str]]) -> bool:
         """Add what the kernel told; whether it told everything."""
         is_all = True
         for event in self._notify.read(timeout=0) if self._notify is not None else ():
             if event.mask & _LOSSES:
                 is_all = False
             elif self._is_wanted(event.name):
-                path = self._watched[event.wd]
-                if is_regular(f"{path}/{event.name}"):
-                    found[path].add(event.name)
+                place = self._watched[event.wd]
+                if place.is_regular(event.name):
+                    found[place].add(event.name)
         return is_all

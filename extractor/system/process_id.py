@@ -17,6 +17,17 @@ def is_same_process(pid: int, start_ticks: int, namespace: str | None) -> bool:
     return process_start_ticks(pid) == start_ticks
 
 
+def process_owner(pid: int, namespace: str | None) -> int | None:
+    """The user id of a process, root's for one that is not dumpable; None when there is none, or it
+    cannot be seen from here."""
+    if namespace not in (None, pid_namespace()):
+        return None
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
 def pid_namespace() -> str:
     """The name of this process's PID namespace."""
     return os.readlink("/proc/self/ns/pid")

@@ -6,9 +6,13 @@ They stay when a process is killed. Their names do not identify the owner; /proc
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
+
+from server_patch.directory import Directory
 
 SHARED_MEMORY = Path("/dev/shm")
 #: Names of its load snapshots, message queues and semaphores.
@@ -32,10 +36,11 @@ def mapped_inodes(pids: Iterable[int]) -> set[int]:
 
 def remove_files(inodes: Collection[int]) -> None:
     """Remove the files of SGLang's with these inodes: those of a server that has stopped."""
-    for path, facts in _files():
-        if facts.st_ino in inodes:
-            with suppress(OSError):
-                path.unlink()
+    with Directory.open(SHARED_MEMORY) as directory:
+        for name, facts in _files(directory):
+            if facts.st_ino in inodes:
+                with suppress(OSError):
+                    directory.unlink(name)
 
 
 def unused_files() -> dict[Path, int]:
@@ -43,18 +48,22 @@ def unused_files() -> dict[Path, int]:
 
     Processes of other containers cannot be seen, so such a file may be in use there.
     """
-    files = _files()  # looked for first: what a process maps from then on is not among them
+    # Looked for first: what a process maps from then on is not among them.
+    with Directory.open(SHARED_MEMORY) as directory:
+        files = _files(directory)
     mapped = mapped_inodes(int(entry) for entry in os.listdir("/proc") if entry.isdecimal())
-    return {path: facts.st_size for path, facts in files if facts.st_ino not in mapped}
+    return {
+        SHARED_MEMORY / name: facts.st_size for name, facts in files if facts.st_ino not in mapped
+    }
 
 
-def _files() -> list[tuple[Path, os.stat_result]]:
-    """Every file of this user with one of SGLang's names."""
+def _files(directory: Directory) -> list[tuple[str, os.stat_result]]:
+    """Every regular file of this user with one of SGLang's names."""
     found = []
-    for pattern in PATTERNS:
-        for path in SHARED_MEMORY.glob(pattern):
+    for name in directory.file_names():
+        if any(fnmatchcase(name, pattern) for pattern in PATTERNS):
             with suppress(OSError):
-                facts = path.lstat()
-                if facts.st_uid == os.geteuid():
-                    found.append((path, facts))
+                facts = directory.stat(name)
+                if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+                    found.append((name, facts))
     return found

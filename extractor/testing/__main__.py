@@ -17,7 +17,7 @@ from pathlib import Path
 
 from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import Fault, FaultPlan, faults_often, no_faults
-from server_patch.settings import BOOT_ID
+from server_patch.settings import BOOT_ID, DEFAULT_FILE_MODE
 
 
 async def _serve(options: argparse.Namespace) -> None:
@@ -30,6 +30,7 @@ async def _serve(options: argparse.Namespace) -> None:
         delay_s=options.delay_s,
         faults=plan,
         boot_id=os.environ.get(BOOT_ID),
+        file_mode=options.file_mode,
     )
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -59,6 +60,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="0 (default) takes a free one")
     parser.add_argument("--chunk-tokens", type=int, default=0, help="most rows of a piece")
     parser.add_argument("--delay-s", type=float, default=0.0, help="before each answer")
+    parser.add_argument(
+        "--file-mode",
+        type=lambda text: int(text, 8),
+        default=DEFAULT_FILE_MODE,
+        metavar="OCTAL",
+        help="permission bits of dumps, as of `extractor serve`",
+    )
     parser.add_argument(
         "--fault", choices=[fault.value for fault in Fault], help="what goes wrong now and then"
     )

@@ -18,6 +18,7 @@ from extractor.core.rids import RID_PREFIX
 from extractor.system.process_id import process_start_ticks
 from extractor.testing.fake_model import FakeModel, fake_states
 from extractor.testing.faults import Fault
+from server_patch.dump_dir import RankDir
 from server_patch.dump_format import (
     READY_NAME,
     CaptureInfo,
@@ -34,24 +35,38 @@ from server_patch.dump_format import (
     encode_ready,
     error_name,
 )
+from server_patch.settings import Settings
+from server_patch.trust import open_or_make, open_trusted
 
 
 class FakePlugin:
     """One rank directory and its dumps."""
 
     def __init__(
-        self, dump_root: Path, *, model: FakeModel, chunk_tokens: int, boot_id: str | None
+        self,
+        dump_root: Path,
+        *,
+        model: FakeModel,
+        chunk_tokens: int,
+        boot_id: str | None,
+        file_mode: int,
     ) -> None:
         """`chunk_tokens` > 0 cuts prompts into pieces of at most that many rows, out of order."""
         self.model = model
         self.boot_id = boot_id or secrets.token_hex(4)
-        self.directory = dump_root / self.boot_id / "0"
+        self.rank_dir: RankDir | None = None  # once something is written
+        self._settings = Settings(dump_dir=dump_root.absolute(), file_mode=file_mode)
         self._chunk_tokens = chunk_tokens
         self._counter = count()
 
+    @property
+    def directory(self) -> Path:
+        """Where this rank writes."""
+        return self._settings.dump_dir / self.boot_id / "0"
+
     def announce(self, host: str, port: int) -> None:
         """Write READY.json for a server that listens there."""
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.rank_dir = self._make_rank_dir()
         pid = os.getpid()
         start_ticks = process_start_ticks(pid)
         assert start_ticks is not None
@@ -160,10 +175,21 @@ class FakePlugin:
                 self._publish(error_name(next(self._counter)), encode_error(record))
 
     def _publish(self, name: str, data: bytes) -> None:
-        temporary = self.directory / f".tmp-{name}"
-        try:
-            temporary.write_bytes(data)
-            temporary.rename(self.directory / name)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        if self.rank_dir is None:
+            self.rank_dir = self._make_rank_dir()
+        self.rank_dir.write(name, [data])
+
+    def _make_rank_dir(self) -> RankDir:
+        """The directory of this rank, which an earlier server with the same boot id may have."""
+        settings = self._settings
+        mode = settings.directory_mode
+        with (
+            open_trusted(settings.dump_dir, is_shared=settings.is_shared, make_mode=mode) as root,
+            open_or_make(root, self.boot_id, mode=mode) as boot,
+        ):
+            return RankDir(
+                directory=open_or_make(boot, "0", mode=mode),
+                boot_id=self.boot_id,
+                rank=0,
+                file_mode=settings.file_mode,
+            )

@@ -2,7 +2,7 @@
 
 For trying the client without a GPU, and for faults that a real server will not produce on demand.
 
-    python -m extractor.testing --dump-root /dev/shm/hidden-states --port 30000
+    python -m extractor.testing --dump-root /dev/shm/hidden-states-1000 --port 30000
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from extractor.core.rids import RID_PREFIX
 from extractor.testing.fake_model import FakeModel
 from extractor.testing.fake_plugin import FakePlugin
 from extractor.testing.faults import COPY_S, DRIP_S, LATE_S, Fault, FaultPlan, no_faults
+from server_patch.settings import DEFAULT_FILE_MODE
 
 #: Faults that are an error reply and nothing else: its status and message.
 ERRORS: Final[Mapping[Fault, tuple[int, str]]] = {
@@ -49,10 +50,15 @@ class FakeServer(FakePlugin):
         delay_s: float = 0.0,
         faults: FaultPlan = no_faults,
         boot_id: str | None = None,
+        file_mode: int = DEFAULT_FILE_MODE,
     ) -> None:
         """`chunk_tokens` > 0 cuts prompts into pieces of at most that many rows, out of order."""
         super().__init__(
-            dump_root, model=model or FakeModel(), chunk_tokens=chunk_tokens, boot_id=boot_id
+            dump_root,
+            model=model or FakeModel(),
+            chunk_tokens=chunk_tokens,
+            boot_id=boot_id,
+            file_mode=file_mode,
         )
         self.url = ""
         self.requests: list[str] = []  # rids, in order of arrival

@@ -644,6 +644,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "fields": ("q,a", ("q", "a")),
     "ignored_columns": ("a b", ("a", "b")),
     "concurrency": ("9", 9),
+    "dump_owner": ("root", 0),
 }
 
 

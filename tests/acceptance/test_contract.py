@@ -16,6 +16,7 @@ from helpers import Ids, dumps_under, make_prompts, prompt_of, write_prompts
 from acceptance.tool import Server, Tool
 from extractor.core.checks import ReplyFacts, check_header, check_ids
 from extractor.core.failure import Failure, FailureKind
+from extractor.core.locations import DumpRoot
 from extractor.core.request import Limits, Request, dump_bytes
 from extractor.core.rids import rid_prefix
 from extractor.dumps.collector import Collector
@@ -73,7 +74,7 @@ async def talking(server: Server) -> AsyncIterator[Talk]:
     run_id = secrets.token_hex(4)
     async with Client(server.url, concurrency=32, request_timeout_s=PATIENCE_S) as client:
         facts = await client.facts()
-        ranks = require_plugin(server.root, url=server.url, facts=facts)
+        ranks = require_plugin(DumpRoot(path=server.root), url=server.url, facts=facts)
         limits = limits_of(facts, ranks[0].ready)
         collector = Collector(ranks, rid_prefix=rid_prefix(run_id))
         watching = asyncio.create_task(collector.run())

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from server_patch.directory import Directory
+
 ANY_STEP = "*"
 #: Steps at which the product writes to OUT, so that a full disk shows there.
 WRITING = ("shard-create", "copy", "shard-sync", "header-write", "seal-trim", "seal-sync",
@@ -52,7 +54,7 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("shards", re.compile(r"/shards$")),
     ("provenance", re.compile(r"/\.dataset\.json\.tmp$")),
     ("out", re.compile(r"/out$")),
-    ("trial", re.compile(r"/(\.writable|\.tmp-client)$")),
+    ("trial", re.compile(r"/(\.writable|\.tmp-client-\w+)$")),
     ("dump", re.compile(r"/\d{10}\.(safetensors|error\.json)$")),
 )
 #: (function of os, kind of file) -> step.
@@ -81,8 +83,12 @@ _STORE_STEPS = {
 }
 
 
-def _step_of(function: str, target: Any, real_readlink: Callable[[str], str]) -> str | None:
+def _step_of(
+    function: str, target: Any, real_readlink: Callable[[str], str], directory: int | None
+) -> str | None:
     path = os.fspath(target) if not isinstance(target, int) else _path_of(target, real_readlink)
+    if directory is not None:
+        path = f"{_path_of(directory, real_readlink)}/{path}"
     for kind, pattern in _KINDS:
         if pattern.search(str(path)):
             return _OPERATIONS.get((function, kind))
@@ -202,7 +208,7 @@ def _wrap_os(function: str, steps: Steps) -> None:
     real, readlink = getattr(os, function), os.readlink
 
     def wrapper(target: Any, *args: Any, **kwargs: Any) -> Any:
-        step = _step_of(function, target, readlink)
+        step = _step_of(function, target, readlink, kwargs.get("dir_fd", kwargs.get("src_dir_fd")))
         if step == "copy" and args[1] == 0:
             step = "header-write"
         if step is None:
@@ -277,9 +283,9 @@ def _wrap_rest(steps: Steps) -> None:
 
     generate, flock = Client.generate, fcntl.flock
 
-    def seen(path: Path, **options: int) -> Any:
-        with steps.at("dump-seen", path):
-            return read_beginning(path, **options)
+    def seen(directory: Directory, name: str, **options: int) -> Any:
+        with steps.at("dump-seen", directory.path / name):
+            return read_beginning(directory, name, **options)
 
     async def send(self: Client, request: Any) -> Any:
         with steps.at("request"):

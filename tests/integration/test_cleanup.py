@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from helpers import change_ready
 
+from extractor.core.locations import DumpRoot
 from extractor.pipeline.doctor import examine
 from extractor.servers.cleanup import (
     find_leftovers,
@@ -44,12 +45,12 @@ async def test_only_what_dead_servers_left_is_removed(dump_root: Path) -> None:
     starting = dump_root / "boot" / "0"
     starting.mkdir(parents=True)
     (starting / ".tmp-READY.json").write_bytes(b"")
-    found = {leftover.path: leftover for leftover in find_leftovers(dump_root)}
+    found = {leftover.path: leftover for leftover in find_leftovers(DumpRoot(path=dump_root))}
     assert set(found) == {dead, starting}
     assert "3 dumps" in found[dead].what
     assert found[dead].size_bytes > 3 * 200
     assert "by hand" in found[starting].what
-    assert [leftover.path for leftover in remove_leftovers(dump_root)] == [dead]
+    assert [leftover.path for leftover in remove_leftovers(DumpRoot(path=dump_root))] == [dead]
     assert not dead.parent.exists()
     assert len(list(alive.iterdir())) == 3
     assert len(list(foreign.iterdir())) == 2
@@ -59,7 +60,7 @@ async def test_only_what_dead_servers_left_is_removed(dump_root: Path) -> None:
 async def test_a_new_server_leaves_dumps_that_a_run_may_adopt(dump_root: Path) -> None:
     full = await announced(dump_root, num_dumps=1, **DEAD)
     empty = await announced(dump_root, **DEAD)
-    remove_useless(dump_root)
+    remove_useless(DumpRoot(path=dump_root))
     assert full.exists()
     assert not empty.parent.exists()
 
@@ -73,15 +74,16 @@ def test_a_plugin_that_gave_up_is_cleaned_behind_when_its_server_is_dead(
     directory = dump_root / "boot" / "0"
     directory.mkdir(parents=True)
     (directory / "FAILED.json").write_text(json.dumps({"reason": "r", "pid": pid}))
-    assert [leftover.is_removable for leftover in find_leftovers(dump_root)] == [True] * is_left
+    assert [leftover.is_removable for leftover in find_leftovers(DumpRoot(path=dump_root))] == [
+        True
+    ] * is_left
 
 
-def test_a_data_set_in_the_dump_directory_is_no_leftover(dump_root: Path) -> None:
-    """No run writes one there any more, but one of before must not be named as rubbish."""
-    (dump_root / "out" / "shards").mkdir(parents=True)
-    assert [left.path for left in find_leftovers(dump_root)] == [dump_root / "out" / "shards"]
-    (dump_root / "out" / "manifest.sqlite").write_bytes(b"")
-    assert find_leftovers(dump_root) == []
+def test_what_has_another_name_than_ours_is_no_leftover(dump_root: Path) -> None:
+    for name in ("out/shards", ".hidden/0", "boot/00", "boot/-1", "boot/12345"):
+        (dump_root / name).mkdir(parents=True)
+    (dump_root / "link").symlink_to(dump_root / "boot")
+    assert find_leftovers(DumpRoot(path=dump_root)) == []
 
 
 @pytest.mark.parametrize("clean", [False, True])
@@ -92,8 +94,8 @@ async def test_doctor_lists_leftovers_and_removes_them_when_asked(
     lines = [
         check
         async for check in examine(
-            url="http://127.0.0.1:9", dump_root=dump_root, out=tmp_path / "out", server_wait_s=0,
-            clean=clean,
+            url="http://127.0.0.1:9", dump_root=DumpRoot(path=dump_root), out=tmp_path / "out",
+            server_wait_s=0, clean=clean,
         )
     ]  # fmt: skip
     (check,) = (check for check in lines if check.name == "leftovers")
@@ -116,7 +118,7 @@ async def test_doctor_notes_dumps_under_a_live_server_and_never_removes_them(
             await announced(dump_root, num_dumps=1, **DEAD)
         dumps = sorted(server.directory.glob("*.safetensors"))
         assert len(dumps) == 3
-        found = find_waiting(dump_root)
+        found = find_waiting(DumpRoot(path=dump_root))
         assert [(run.directory, run.run_id, run.num_dumps) for run in found] == [
             (server.directory, "aa11", 2),
             (server.directory, "bb22", 1),
@@ -125,7 +127,7 @@ async def test_doctor_notes_dumps_under_a_live_server_and_never_removes_them(
         checks = [
             check
             async for check in examine(
-                url="http://127.0.0.1:9", dump_root=dump_root, out=tmp_path / "out",
+                url="http://127.0.0.1:9", dump_root=DumpRoot(path=dump_root), out=tmp_path / "out",
                 server_wait_s=0, clean=clean,
             )
         ]  # fmt: skip
@@ -146,7 +148,7 @@ async def test_doctor_lists_unused_files_in_shared_memory_without_a_problem(
         checks = [
             check
             async for check in examine(
-                url="http://127.0.0.1:9", dump_root=dump_root, out=tmp_path / "out",
+                url="http://127.0.0.1:9", dump_root=DumpRoot(path=dump_root), out=tmp_path / "out",
                 server_wait_s=0, clean=True,
             )
         ]  # fmt: skip

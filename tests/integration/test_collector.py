@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import dumps_under, make_ready
+from helpers import dumps_under, make_ready, read_header
 
 import extractor.dumps.dump_reader
 from extractor.core.errors import PluginError
@@ -20,7 +21,8 @@ from extractor.dumps.dump_reader import Arrival, BrokenFile, DumpFile, DumpWatch
 from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import Fault
 from manifest.states import Reason
-from server_patch.dump_format import DumpFormatError, ErrorRecord, encode_error, read_header
+from server_patch.directory import Directory, UnsafeFile
+from server_patch.dump_format import ErrorRecord, encode_error
 
 RID = "xtr-run-session-0-1"
 
@@ -34,7 +36,7 @@ async def server(dump_root: Path) -> AsyncIterator[FakeServer]:
 @pytest.fixture
 def rank(server: FakeServer) -> Rank:
     return Rank(
-        directory=server.directory,
+        directory=Directory.open(server.directory),
         ready=make_ready(boot_id=server.boot_id, weights=server.model.weights),
     )
 
@@ -98,15 +100,15 @@ async def test_files_of_other_runs_are_not_reported_and_not_opened_again(
     assert len(DumpWatcher([rank], rid_prefix="xtr-run-").poll()) == 1
     assert sorted(rank.others.values(), key=str) == [None, "other", "other"]
     monkeypatch.setattr(
-        extractor.dumps.dump_reader, "_read", lambda path, whole_bytes: opened.append(path)
+        extractor.dumps.dump_reader, "_read", lambda _, name, whole_bytes: opened.append(name)
     )
-    opened: list[Path] = []
+    opened: list[str] = []
     DumpWatcher([rank], rid_prefix="xtr-run-").poll()
     DumpWatcher([rank], rid_prefix=RID).poll()
-    assert [path.name for path in opened] == ["0000000003.safetensors"] * 2
+    assert opened == ["0000000003.safetensors"] * 2
     opened.clear()
     DumpWatcher([rank], rid_prefix="xtr-other-").poll()  # their own run opens them again
-    assert [path.name for path in opened] == [
+    assert opened == [
         "0000000000.safetensors", "0000000001.error.json", "0000000003.safetensors",
     ]  # fmt: skip
 
@@ -181,7 +183,7 @@ async def test_what_is_no_regular_file_is_nobodys_dump(server: FakeServer, rank:
     arrived = [arrival for _, arrival in DumpWatcher([rank]).poll()]
     assert [arrival.path for arrival in arrived] == [real]
     for name in ("0000000090.safetensors", "0000000092.safetensors", "0000000093.safetensors"):
-        with pytest.raises(DumpFormatError, match="no regular file"):
+        with pytest.raises(UnsafeFile, match="not a regular file"):
             read_header(directory / name)
 
 
@@ -292,7 +294,7 @@ async def test_a_sweep_removes_all_of_this_run(server: FakeServer, collector: Co
 
 
 async def test_a_directory_that_is_gone_is_told(server: FakeServer, collector: Collector) -> None:
-    server.directory.rename(server.directory.with_name("moved"))
+    shutil.rmtree(server.directory)
     with pytest.raises(PluginError, match="is gone"):
         collector.poll()
     running = asyncio.create_task(collector.run())

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from helpers import Notes, assert_whole, make_prompts, options_for, run, run_options, write_prompts
+from helpers import (
+    Notes,
+    assert_whole,
+    make_prompts,
+    options_for,
+    read_header,
+    run,
+    run_options,
+    write_prompts,
+)
 from hostile.make import HERE, REASONS, files
 
 from extractor.core.errors import ExtractorError, ServerError, UsageError
@@ -18,7 +27,8 @@ from extractor.testing.fake_server import FakeServer
 from extractor.verify.audit import audit
 from extractor.verify.repair import audit_and_repair
 from manifest.states import State
-from server_patch.dump_format import READY_NAME, DumpFormatError, decode_ready, read_header
+from server_patch.directory import Directory
+from server_patch.dump_format import READY_NAME, DumpFormatError, decode_ready
 
 FILES = sorted(HERE.glob("*.safetensors"))
 
@@ -51,7 +61,7 @@ async def test_a_hostile_dump_does_not_stop_a_run(
     async with FakeServer(dump_root).running() as server:
         (server.directory / "0000000999.safetensors").write_bytes(path.read_bytes())
         rank = Rank(
-            directory=server.directory,
+            directory=Directory.open(server.directory),
             ready=decode_ready((server.directory / READY_NAME).read_bytes()),
         )
         ((_, arrival),) = DumpWatcher([rank]).poll()

@@ -12,6 +12,7 @@ from inotify_simple import flags
 from extractor.core.timings import ListingTimings
 from extractor.system import inotify
 from extractor.system.inotify import DirectoryWatch
+from server_patch.directory import Directory
 
 
 @pytest.fixture(params=["told", "listed"])
@@ -31,9 +32,18 @@ def is_told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 RARELY = ListingTimings(interval_s=3600.0)
 
 
-def watch(*directories: Path, timings: ListingTimings = RARELY) -> DirectoryWatch:
-    return DirectoryWatch(
-        directories, is_wanted=lambda name: name.endswith(".dump"), timings=timings
+class Watch(DirectoryWatch):
+    """Of directories by their paths."""
+
+    def poll(self) -> list[tuple[Path, str]]:  # type: ignore[override]
+        return [(directory.path, name) for directory, name in super().poll()]
+
+
+def watch(*paths: Path, timings: ListingTimings = RARELY) -> Watch:
+    return Watch(
+        [Directory.open(path) for path in paths],
+        is_wanted=lambda name: name.endswith(".dump"),
+        timings=timings,
     )
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from helpers import Notes, dumps_under, make_prompts, options_for, quick, run, write_prompts
 
+from extractor.core.locations import DumpRoot
 from extractor.core.rids import PROBE_SESSION
 from extractor.servers.client import Client
 from extractor.servers.probe import require_probe
@@ -73,7 +74,7 @@ async def test_of_a_probe_that_is_broken_off(dump_root: Path) -> None:
         Client(server.url, concurrency=1, request_timeout_s=60.0) as client,
     ):
         facts = await client.facts()
-        ranks = require_plugin(dump_root, url=server.url, facts=facts)
+        ranks = require_plugin(DumpRoot(path=dump_root), url=server.url, facts=facts)
         target = Target.of(server.url, facts, ranks)
         probe = asyncio.create_task(require_probe(client, target, run_id=secrets.token_hex(4)))
         await given_up(probe, server)

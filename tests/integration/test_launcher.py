@@ -6,13 +6,21 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 import extractor.servers.launcher
-from extractor.core.errors import MissingExtra, PluginError, ServerError, UsageError, exit_code
+from extractor.core.errors import (
+    BadDumpDir,
+    MissingExtra,
+    PluginError,
+    ServerError,
+    UsageError,
+    exit_code,
+)
 from extractor.core.timings import DEFAULT_TIMINGS, StopTimings, Timings
 from extractor.servers.client import Client
 from extractor.servers.launcher import StartStage, free_port, running_server
@@ -90,6 +98,36 @@ async def test_a_server_passes_every_stage_and_is_gone_after_the_block(
             assert await client.is_answering()
     assert server.process.exit_status is not None
     assert list(dump_root.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+async def test_a_start_is_not_held_up_by_what_is_no_file(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    planted = dump_root / "evil" / "0" / "READY.json"
+    planted.parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(planted)
+    else:
+        planted.symlink_to("/dev/zero")
+    options = options_for(GOOD, dump_root, tmp_path, monkeypatch)
+    async with running_server(options, report=lambda _: None):
+        pass
+    assert os.listdir(dump_root) == ["evil"]
+
+
+async def test_a_root_that_others_can_change_is_refused_before_anything_is_started(
+    dump_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chmod(dump_root, 0o770)
+    options = options_for(DEAD, dump_root, tmp_path, monkeypatch)
+    with pytest.raises(BadDumpDir, match="can be changed by its group"):
+        async with running_server(options, report=lambda _: None):
+            pass
+    shared = replace(options, plugin=replace(options.plugin, file_mode="660"))
+    with pytest.raises(ServerError, match="status 7"):
+        async with running_server(shared, report=lambda _: None):
+            pass
 
 
 async def test_a_stall_names_the_stage_the_last_line_and_what_to_try(
@@ -210,7 +248,11 @@ async def test_a_taken_port_is_refused_before_anything_is_started(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("file", "is a file; name a"), ("link", "is a link to nowhere"), ("loop", "loop")],
+    [
+        ("file", "cannot be made .Not a directory.. Name another"),
+        ("link", "is a link to nowhere"),
+        ("loop", "loop"),
+    ],
 )
 async def test_an_invalid_dump_dir_is_refused_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str

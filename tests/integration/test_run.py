@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import re
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -73,6 +74,7 @@ from extractor.testing.fake_server import FakeServer
 from extractor.testing.faults import LATE_S, Fault, faults_once
 from manifest.states import Reason, State
 from prompts.types import InputError
+from server_patch.directory import Directory
 from server_patch.dump_format import Dump, StateLayout, read_beginning
 
 #: Of what is waited for in vain; everything else may take as long as a busy machine takes.
@@ -737,9 +739,9 @@ async def test_other_runs_dumps_are_opened_once_however_often_a_run_looks(
     this run cannot be among them."""
     opened: Counter[Path] = Counter()
 
-    def counting(path: Path, *, whole_bytes: int) -> tuple[Dump, bytes]:
-        opened[path] += 1
-        return read_beginning(path, whole_bytes=whole_bytes)
+    def counting(directory: Directory, name: str, *, whole_bytes: int) -> tuple[Dump, bytes]:
+        opened[directory.path / name] += 1
+        return read_beginning(directory, name, whole_bytes=whole_bytes)
 
     monkeypatch.setattr(extractor.dumps.dump_reader, "read_beginning", counting)
     prompts = make_prompts(20)
@@ -1098,7 +1100,7 @@ async def test_dumps_of_an_earlier_session_are_adopted_where_they_are_whole_and_
                 earlier.dump(rid, ids, fault)
             declare_dead(earlier)
         else:
-            earlier.directory, earlier.boot_id = server.directory, server.boot_id
+            earlier.rank_dir, earlier.boot_id = server.rank_dir, server.boot_id
             earlier._counter = itertools.count(900)
             earlier.dump(rid, ids, fault)
         options = options_for(server, path, tmp_path / "out", retry_failed=True)
@@ -1294,11 +1296,10 @@ async def test_a_removed_dump_directory_ends_the_run(
 ) -> None:
     prompts = make_prompts(30)
     path = write_prompts(tmp_path / "p.jsonl", prompts)
-    moved = tmp_path / "moved"
 
     def at_10(number: int, rid: str) -> Fault | None:
         if number == 10:
-            server.directory.rename(moved)
+            shutil.rmtree(server.directory)
         return Fault.NO_DUMP if number >= 10 else None
 
     async with FakeServer(dump_root, faults=at_10).running() as server:

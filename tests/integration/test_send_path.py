@@ -29,8 +29,8 @@ BESIDE = {"reporter", "drain", "server-alive", "server-trial", "server-drain", "
 #: What the stops use: values and pure rules, the operating system, the inside of the manifest.
 USED = (
     "extractor/core/", "extractor/system/", "manifest/", "prompts/types.py",
-    "server_patch/dump_format.py", "extractor/dispatch/limiter.py",
-    "extractor/dispatch/suspects.py", "server_patch/fields.py", "extractor/shards/format.py",
+    "server_patch/directory.py", "server_patch/dump_format.py", "server_patch/fields.py",
+    "extractor/dispatch/limiter.py", "extractor/dispatch/suspects.py", "extractor/shards/format.py",
 )  # fmt: skip
 #: What brings the prompt to the first stop, and waits for the session's end.
 BEFORE = (

@@ -32,6 +32,7 @@ from extractor.system.direct_io import ALIGNMENT
 from extractor.testing.fake_model import fake_states
 from manifest.records import PromptFacts, Shard, StoredRow, StoredSample
 from manifest.states import Reason
+from server_patch.directory import Directory
 from server_patch.dump_format import StateLayout, encode_header, read_beginning
 
 
@@ -63,8 +64,9 @@ class Dumps:
             path = self._directory / f"{counter:010d}.safetensors"
             parts = [states[name][start:end].tobytes() for name in self._layout.state_names]
             path.write_bytes(encode_header(header) + b"".join(parts) + ids[start:end].tobytes())
-            dump, content = read_beginning(path, whole_bytes=1 << 20)
-            handle = DumpFile(path, dump, content if self._are_read_whole else None)
+            place = Directory.open(self._directory)
+            dump, content = read_beginning(place, path.name, whole_bytes=1 << 20)
+            handle = DumpFile(place, path.name, dump, content if self._are_read_whole else None)
             pieces.append(Piece(start=start, rows=end - start, handle=handle))
         return pieces
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from helpers import read_header
 from rig.server import cpu_server
 
 from server_patch.dump_format import (
@@ -24,7 +25,6 @@ from server_patch.dump_format import (
     decode_ready,
     is_dump_name,
     is_error_name,
-    read_header,
 )
 
 _NUMPY = {"F32": np.float32, "I32": np.int32}

@@ -15,6 +15,7 @@ from extractor.dumps.dump_reader import Rank
 from extractor.servers.shm_budget import headroom, shm_budget
 from extractor.system.memory_limits import Bound, memory_bounds, tightest
 from extractor.system.process_id import pid_namespace
+from server_patch.directory import Directory
 
 GIB = 1 << 30
 UNLIMITED_V1 = 9223372036854771712
@@ -191,7 +192,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Tree:
 
 
 def rank(**changes: object) -> Rank:
-    return Rank(directory=Path("/dev/shm/x/boot/0"), ready=make_ready(pid=77, **changes))
+    return Rank(
+        directory=Directory(-1, Path("/dev/shm/x/boot/0")), ready=make_ready(pid=77, **changes)
+    )
 
 
 def limit(tree: Tree, group: str, limit_bytes: int) -> None:
@@ -220,7 +223,7 @@ def test_of_several_servers_the_one_with_least_room_counts(machine: Tree) -> Non
     limit(machine, "server", 8 * GIB)
     limit(machine, "other", 3 * GIB)
     machine["/proc/78/cgroup"] = "0::/other"
-    other = Rank(directory=Path("/dev/shm/x/boot/1"), ready=make_ready(pid=78))
+    other = Rank(directory=Directory(-1, Path("/dev/shm/x/boot/1")), ready=make_ready(pid=78))
     assert headroom([rank(), other]).free_bytes == 3 * GIB
 
 
@@ -258,3 +261,6 @@ def test_on_a_disk_dumps_are_no_memory(machine: Tree, monkeypatch: pytest.Monkey
     limit(machine, "server", GIB)
     monkeypatch.setattr(extractor.servers.shm_budget, "file_system_type", lambda path: "ext4")
     assert headroom([rank()]).free_bytes == 100 * GIB
+
+
+# FIXME

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import deserialize, make_header, make_ready
+from helpers import deserialize, make_header, make_ready, read_header
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server_patch.directory import Directory
 from server_patch.dump_format import (
     DATA_ALIGNMENT,
     LAST_TENSORS,
@@ -21,19 +22,21 @@ from server_patch.dump_format import (
     DumpFormatError,
     DumpHeader,
     ErrorRecord,
+    FailedRecord,
     StateLayout,
     decode_error,
+    decode_failed,
     decode_header,
     decode_ready,
     dump_name,
     encode_error,
+    encode_failed,
     encode_header,
     encode_ready,
     error_name,
     is_dump_name,
     is_error_name,
     read_beginning,
-    read_header,
 )
 
 headers = st.builds(
@@ -224,7 +227,10 @@ def test_a_file_is_read_whole_up_to_a_size_and_only_its_beginning_beyond(
     assert len(content) > 4096
     path = tmp_path / dump_name(1)
     path.write_bytes(content)
-    dump, beginning = read_beginning(path, whole_bytes=len(content) + more_bytes)
+    with Directory.open(tmp_path) as directory:
+        dump, beginning = read_beginning(
+            directory, path.name, whole_bytes=len(content) + more_bytes
+        )
     assert dump == read_header(path)
     assert beginning == (content if more_bytes >= 0 else content[:4096])
 
@@ -350,6 +356,75 @@ def test_a_ready_of_states_that_no_model_has_is_refused(key: str, value: object)
     document = json.loads(READY_BYTES) | {key: value}
     with pytest.raises(DumpFormatError, match=f"unreadable READY.json: .*{key}"):
         decode_ready(json.dumps(document).encode())
+
+
+BAD_FACTS: list[tuple[str, object]] = [
+    ("pid", 0), ("pid", 1 << 31), ("pid", True), ("pid", "1"), ("pid_start_ticks", -1),
+    ("port", 65536), ("port", 30000.0), ("rank", -1), ("rank", 1 << 20), ("dp_size", 10**9),
+    ("dp_size", 0), ("tp_size", None), ("radix_cache", 1), ("boundaries", "1,2"),
+    ("boundaries", [1, 2.0]), ("boundaries", list(range(5000))), ("boundaries", {"1": 2}),
+    ("hidden_size", 1e300), ("vocab_size", 1 << 40), ("num_layers", []), ("model_path", 3),
+    ("model_path", "x" * 5000), ("model_path", "\ud800"), ("quantization", ["fp8"]),
+    ("weights", {}), ("weights_s", "1"), ("weights_s", -1), ("settings", []),
+    ("settings", {"torch": 2}), ("settings", {str(i): "" for i in range(5000)}),
+    ("settings", {"x" * 5000: ""}), ("rid_prefix", None), ("host", b"".hex),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_FACTS, ids=lambda value: str(value)[:20])
+def test_a_ready_with_a_value_of_another_type_or_range_is_refused(key: str, value: object) -> None:
+    document = json.loads(READY_BYTES) | {key: value}
+    with pytest.raises(DumpFormatError, match=r"unreadable READY\.json: ") as caught:
+        decode_ready(json.dumps(document, default=lambda _: 1).encode())
+    assert key in str(caught.value) or "name" in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\0", b"[]", b"null", b"1e999", b"[" * 100_000, b'{"a":' * 100_000, b"\xff\xfe",
+        READY_BYTES.replace(b'"rank": 0', b'"rank": Infinity'),
+        READY_BYTES.replace(b'"rank": 0', b'"rank": NaN'),
+        READY_BYTES.replace(b'"rank": 0', b'"rank": ' + b"9" * 5000),
+        READY_BYTES.replace(b'"format_version": 1', b'"format_version": [1]'),
+    ],
+    ids=range(12),
+)  # fmt: skip
+def test_bytes_that_are_no_document_are_refused(data: bytes) -> None:
+    for decode in (decode_ready, decode_error, decode_failed):
+        with pytest.raises(DumpFormatError):
+            decode(data)
+
+
+def test_a_failed_record_is_read_back_also_of_a_plugin_without_a_pid() -> None:
+    record = FailedRecord(reason="out of\nmemory", pid=7)
+    assert decode_failed(encode_failed(record)) == record
+    assert decode_failed(b'{"reason": "r"}') == FailedRecord(reason="r", pid=None)
+    for data in (b'{"reason": 1}', b'{"reason": "r", "pid": -1}', b'{"reason": "r", "pid": 1e5}'):
+        with pytest.raises(DumpFormatError, match=r"unreadable FAILED\.json"):
+            decode_failed(data)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"rows":"3"', b'"rows":Infinity'), (b'"rows":"3"', b'"rows":3'),
+        (b'"rows":"3"', b'"rows":"1e9"'), (b'"rows":"3"', b'"rows":"+3"'),
+        (b'"rows":"3"', b'"rows":" 3"'), (b'"rows":"3"', b'"rows":"\xd9\xa3"'),
+        (b'"rid":"xtr-run-session-0-1"', b'"rid":{"a":[1]}'), (b'"rank":"0"', b'"rank":null'),
+        (b'"boundaries":"1,2,3"', b'"boundaries":[1,2,3]'),
+        (b'"boundaries":"1,2,3"', b'"boundaries":"' + b"1," * 3000 + b'3"'),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_a_header_with_a_value_of_another_type_is_refused(before: bytes, after: bytes) -> None:
+    text = HEADER_TEXT.replace(before, after)
+    assert text != HEADER_TEXT
+    padded = text + b" " * (-(8 + len(text)) % 64)
+    with pytest.raises(DumpFormatError) as caught:
+        decode_header(struct.pack("<Q", len(padded)) + padded, file_bytes=8 + len(padded) + 204)
+    assert len(str(caught.value)) < 400
 
 
 def test_ready_is_read_back_and_unknown_fields_are_ignored() -> None:

@@ -125,6 +125,49 @@ def patches_of_constants() -> set[str]:
     return {f"{path}: {name}" for path, tree in trees("tests") for name in constants_patched(tree)}
 
 
+#: What works under the dump root, where every operation is one of an open `Directory`.
+UNDER_THE_DUMP_ROOT = (
+    "extractor/dumps", "extractor/servers/cleanup.py", "extractor/system/inotify.py",
+    "extractor/testing/fake_plugin.py", "server_patch/dump_dir.py", "server_patch/dump_format.py",
+    "server_patch/stats.py", "server_patch/trust.py", "server_patch/writer_pool.py",
+    "server_patch/writer_process.py", "server_patch/writer_supervisor.py",
+    "server_patch/writing.py",
+)  # fmt: skip
+_BY_PATH = {
+    "builtins": {"open"},
+    "os": {"chmod", "listdir", "link", "mkdir", "makedirs", "open", "remove", "rename", "replace",
+           "rmdir", "scandir", "symlink", "truncate", "unlink", "walk"},
+    "shutil": {"copy", "copyfile", "move", "rmtree"},
+}  # fmt: skip
+_PATH_METHODS = {
+    "glob", "rglob", "iterdir", "mkdir", "read_bytes", "read_text", "rmdir", "touch", "write_bytes",
+    "write_text", "hardlink_to", "symlink_to",
+}  # fmt: skip
+
+
+def operations_by_path(tree: ast.Module) -> Iterator[str]:
+    """Calls that open, make, list or remove what has a path."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(name)) if name in _BY_PATH["builtins"]:
+                yield name
+            case ast.Call(func=ast.Attribute(ast.Name(module), name)) if name in _BY_PATH.get(
+                module, set()
+            ):
+                yield f"{module}.{name}"
+            case ast.Call(func=ast.Attribute(attr=name)) if name in _PATH_METHODS:
+                yield name
+
+
+def files_by_path_under_the_dump_root() -> set[str]:
+    return {
+        f"{path}: {name}"
+        for path, tree in trees(*PACKAGES)
+        if str(path).startswith(UNDER_THE_DUMP_ROOT)
+        for name in operations_by_path(tree)
+    }
+
+
 RULES: dict[str, Callable[[], set[str]]] = {
     rule.__name__: rule
     for rule in (
@@ -135,6 +178,7 @@ RULES: dict[str, Callable[[], set[str]]] = {
         entries_of_extractor,
         levels_of_the_import_contract,
         patches_of_constants,
+        files_by_path_under_the_dump_root,
     )
 }
 KNOWN: dict[str, set[str]] = {
@@ -173,6 +217,8 @@ class Large:
     (large,) = ast.parse(source).body
     assert isinstance(large, ast.ClassDef)
     assert attributes(large) == {"one", "two", "three", "four"}
+    opening = "os.unlink(p); open(p); Path(p).glob('*'); directory.unlink('x'); directory.open(p)"
+    assert {*operations_by_path(ast.parse(opening))} == {"os.unlink", "open", "glob"}
     patches = """
 monkeypatch.setattr(module, "PAUSE_S", 0)
 monkeypatch.setattr("extractor.one.MAX_ROWS", 0)

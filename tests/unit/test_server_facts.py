@@ -25,6 +25,7 @@ from extractor.servers.server_facts import (
 )
 from extractor.servers.target import Target, check_compatible
 from extractor.shards.dataset import dataset_document
+from server_patch.directory import Directory
 from server_patch.dump_format import MODEL_KEYS, Ready, decode_ready, encode_ready
 from server_patch.sglang_compat import NUMERIC_SETTINGS
 
@@ -80,7 +81,7 @@ def target_of(ready: Ready, number: int) -> Target:
         model_path="m", tokenizer_path="m", context_length=100, max_input_tokens=None,
         max_requests=None, version="v",
     )  # fmt: skip
-    rank = Rank(directory=Path("d"), ready=replace(ready, boot_id=f"boot-{number}"))
+    rank = Rank(directory=Directory(-1, Path("d")), ready=replace(ready, boot_id=f"boot-{number}"))
     return Target.of(f"http://server-{number}", facts, (rank,))
 
 

@@ -22,6 +22,7 @@ from server_patch.dump_format import FAILED_NAME, READY_NAME, Ready, decode_read
 from server_patch.ready import own_start_ticks
 from server_patch.settings import SettingsError
 from server_patch.sglang_api import EngineError, RequestIds, RunnerFacts
+from server_patch.trust import UntrustedDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -633,7 +634,48 @@ def test_nothing_that_fails_reaches_the_engine(
     assert "nothing will be written" in caplog.text
 
 
+def test_nothing_is_captured_under_a_root_that_others_can_change(
+    armed_environment: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    armed_environment.mkdir()
+    os.chmod(armed_environment, 0o777)
+    with caplog.at_level(logging.ERROR):
+        arming.after_load_model(None, make_runner(tmp_path))
+    assert f"can be changed by others (mode 777): '{armed_environment}'" in caplog.text
+    assert os.listdir(armed_environment) == []
+
+
 class TestHome:
+    def test_a_root_that_its_group_can_change_is_used_where_the_group_may_write(
+        self, tmp_path: Path
+    ) -> None:
+        root = tmp_path / "r"
+        root.mkdir()
+        os.chmod(root, 0o770)
+        with pytest.raises(UntrustedDirectory, match="by its group"):
+            self.make(root)
+        make_rank_dir(root, boot_id="b", rank=0, num_ranks=1, file_mode=0o660, directory_mode=0o770)
+        assert (root / "b" / "0").stat().st_mode & 0o777 == 0o770
+
+    def test_a_boot_directory_swapped_for_a_link_is_not_changed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        victim = tmp_path / "victim"
+        victim.mkdir(mode=0o711)
+        real = os.mkdir
+
+        def mkdir(name: str, mode: int, *, dir_fd: int) -> None:
+            real(name, mode, dir_fd=dir_fd)
+            if name == "b":
+                (tmp_path / "r" / "b").rmdir()
+                (tmp_path / "r" / "b").symlink_to(victim)
+
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        with pytest.raises(OSError):
+            self.make(tmp_path / "r")
+        assert victim.stat().st_mode & 0o777 == 0o711
+        assert os.listdir(victim) == []
+
     def make(self, root: Path, **change: Any) -> Any:
         fields = {"boot_id": "b", "rank": 0, "num_ranks": 2, "file_mode": 0o640}
         return make_rank_dir(root, directory_mode=0o750, **{**fields, **change})
@@ -644,7 +686,7 @@ class TestHome:
             homes = [self.make(tmp_path / "r", rank=rank) for rank in range(2)]
         finally:
             os.umask(before)
-        assert [home.directory for home in homes] == [tmp_path / "r/b/0", tmp_path / "r/b/1"]
+        assert [home.directory.path for home in homes] == [tmp_path / "r/b/0", tmp_path / "r/b/1"]
         # The root too: a client of another user has to get through it.
         for made in ("r", "r/b", "r/b/1"):
             assert (tmp_path / made).stat().st_mode & 0o777 == 0o750, made
@@ -657,7 +699,7 @@ class TestHome:
         os.chmod(root, 0o2711)
         home = self.make(root)
         assert root.stat().st_mode & 0o7777 == 0o2711
-        for made in (home.directory.parent, home.directory):
+        for made in (home.directory.path.parent, home.directory.path):
             assert made.stat().st_mode & 0o7777 == 0o2750, made
 
     def test_a_rank_the_engine_does_not_tell_is_the_first_free_one(self, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_everything_set() -> None:
     assert settings.log_level == "DEBUG"
 
 
-@pytest.mark.parametrize(("mode", "directory"), [("600", 0o700), ("640", 0o750), ("644", 0o755)])
+@pytest.mark.parametrize(("mode", "directory"), [("600", 0o700), ("640", 0o750), ("664", 0o775)])
 def test_who_reads_files_may_search_directories(mode: str, directory: int) -> None:
     assert parse(FILE_MODE=mode).directory_mode == directory
 
@@ -79,6 +79,8 @@ def test_who_reads_files_may_search_directories(mode: str, directory: int) -> No
         ("FILE_MODE", "8", "octal"),
         ("FILE_MODE", "400", "600"),
         ("FILE_MODE", "700", "600"),
+        ("FILE_MODE", "602", "read bits for others"),
+        ("FILE_MODE", "666", "read bits for others"),
         ("BOOT_ID", "../x", "letters"),
         ("BOOT_ID", ".hidden", "letter or digit"),
         ("LOG_LEVEL", "verbose", "DEBUG, WARNING"),
