@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from helpers import Ids, make_header, make_ready, prompt_of
 
+from extractor.core.locations import DumpRoot
 from extractor.dumps.correlator import Piece
 from extractor.dumps.discovery import ranks_of, scan_writers
 from extractor.dumps.dump_piece import SampleFault, check_tokens, opened
@@ -25,6 +26,7 @@ from extractor.system.process_id import pid_namespace, process_start_ticks
 from extractor.testing.fake_model import fake_states
 from fuzz.mutation import KINDS, mutated_bytes, mutated_json, put, remove
 from fuzz.target import Run, Target
+from server_patch.directory import Directory
 from server_patch.dump_format import (
     FAILED_NAME,
     READY_NAME,
@@ -92,7 +94,7 @@ def _changed_header(data: bytes, chance: random.Random) -> bytes:
 
 
 def prepare_dumps(directory: Path) -> Run:
-    rank_directory = _rank_directory(directory)
+    root, rank_directory = DumpRoot(path=directory), _rank_directory(directory)
     path = rank_directory / dump_name(7)
     sound = [
         _dump(make_header(last_kind=kind, dtype=dtype))
@@ -107,7 +109,7 @@ def prepare_dumps(directory: Path) -> Run:
         else:
             data = mutated_bytes(data, chance, sound)
         _place(path, data, chance)
-        (rank,) = scan_writers(directory).alive
+        (rank,) = scan_writers(root).alive
         watcher = DumpWatcher([rank], whole_bytes=chance.choice((0, 1 << 16)))
         for _, arrival in watcher.poll():
             if isinstance(arrival, DumpFile):
@@ -115,7 +117,7 @@ def prepare_dumps(directory: Path) -> Run:
                 piece = Piece(start=header.start, rows=header.rows, handle=arrival)
                 with suppress(SampleFault), opened(piece) as source:
                     check_tokens(source, PROMPT, piece)
-        find_waiting(directory)
+        find_waiting(root)
 
     return run
 
@@ -125,7 +127,7 @@ def prepare_errors(directory: Path) -> Run:
     path = rank_directory / error_name(7)
     record = ErrorRecord(rid="xtr-run-session-0-1", start=0, reason="no space left on device")
     sound = encode_error(record)
-    rank = Rank(directory=rank_directory, ready=make_ready())
+    rank = Rank(directory=Directory.open(rank_directory), ready=make_ready())
 
     def run(chance: random.Random) -> None:
         change = mutated_json if chance.random() < 0.7 else mutated_bytes
@@ -136,7 +138,7 @@ def prepare_errors(directory: Path) -> Run:
 
 
 def prepare_ready(directory: Path) -> Run:
-    rank_directory = _rank_directory(directory)
+    root, rank_directory = DumpRoot(path=directory), _rank_directory(directory)
     other = directory / "other" / "0"
     other.mkdir(parents=True)
     (other / READY_NAME).write_bytes(encode_ready(make_ready(boot_id="other", port=30001)))
@@ -145,8 +147,8 @@ def prepare_ready(directory: Path) -> Run:
     def run(chance: random.Random) -> None:
         change = mutated_json if chance.random() < 0.8 else mutated_bytes
         _place(path, change(sound, chance), chance)
-        writers = scan_writers(directory)
-        for leftover in find_leftovers(directory):
+        writers = scan_writers(root)
+        for leftover in find_leftovers(root):
             str(leftover)
         for rank in writers.alive:
             found = ranks_of(writers, url=URL, model_path="fake/model")
@@ -159,7 +161,7 @@ def prepare_ready(directory: Path) -> Run:
 
 
 def prepare_failed(directory: Path) -> Run:
-    rank_directory = _rank_directory(directory)
+    root, rank_directory = DumpRoot(path=directory), _rank_directory(directory)
     (rank_directory / READY_NAME).unlink()
     path = rank_directory / FAILED_NAME
     sound = json.dumps({"reason": "no such layer", "pid": os.getpid()}).encode()
@@ -167,8 +169,8 @@ def prepare_failed(directory: Path) -> Run:
     def run(chance: random.Random) -> None:
         change = mutated_json if chance.random() < 0.8 else mutated_bytes
         _place(path, change(sound, chance), chance)
-        scan_writers(directory)
-        find_leftovers(directory)
+        scan_writers(root)
+        find_leftovers(root)
 
     return run
 

@@ -19,7 +19,7 @@ from prompts.inputs import scan_inputs
 from prompts.paths import find_files
 from prompts.render import Renderer
 from prompts.sniff import require_rows
-from prompts.stream import read_prompts
+from prompts.stream import raw_rows
 from prompts.token_bound import TokenBound
 
 IDS: list[dict[str, Any]] = [
@@ -78,8 +78,8 @@ def _read(words: Sequence[Path], renderer: Renderer) -> None:
     found = find_files(words)
     for path in found:
         require_rows(path)
-    for _ in read_prompts(scan_inputs(found), renderer):
-        pass
+    for row in raw_rows(scan_inputs(found), renderer.options):
+        renderer.prompt_from(row)
 
 
 def _place(path: Path, data: bytes, chance: random.Random) -> None:
@@ -129,7 +129,7 @@ def prepare_saved(directory: Path) -> Run:
     folder = directory / "saved"
     folder.mkdir()
     (folder / "data-00000-of-00001.arrow").write_bytes(prompt_files.as_arrow_stream(IDS))
-    state = {
+    state: dict[str, Any] = {
         "_data_files": [{"filename": "data-00000-of-00001.arrow"}],
         "_fingerprint": "0123456789abcdef",
         "_format_columns": ["input_ids"],
