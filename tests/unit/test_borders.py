@@ -100,11 +100,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "extractor/system/shared_memory.py": {
         ".read_text": "/proc",
-        ".unlink": "files of SGLang that this process's own server left, by name",
-    },
-    "extractor/testing/fake_plugin.py": {
-        ".mkdir": "for tests", ".rename": "for tests", ".unlink": "for tests",
-        ".write_bytes": "for tests",
     },
     "extractor/testing/fake_server.py": {"orjson.loads": "for tests"},
     "extractor/dumps/collector.py": {".unlink": "a RankFile, which removes by descriptor"},
