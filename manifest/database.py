@@ -48,6 +48,7 @@ def open_for_writing(path: Path, *, file_mode: int) -> Database:
                 os.close(directory.create(path.name, mode=file_mode))
             connection = _connected(directory, path, mode="rw")
         database = Database(connection)
+        _require_own_schema(database, path)
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         database.execute("PRAGMA foreign_keys = ON")
@@ -71,6 +72,7 @@ def open_for_reading(path: Path) -> Database:
             connection = _connected(directory, path, mode="ro")
         try:
             database = Database(connection)
+            _require_own_schema(database, path)
             if pending := _check_version(database, path):
                 if schema_of(database) == expected_schema():
                     raise damaged(path, f"no record of {', '.join(sorted(pending))}")
@@ -123,6 +125,8 @@ def _connected(directory: Directory, path: Path, *, mode: str) -> sqlite3.Connec
         connection.close()
         raise damaged(path, "another file was put in its place meanwhile")
     connection.text_factory = _text
+    # A function that a foreign schema names has no effect outside of the file.
+    connection.execute("PRAGMA trusted_schema = OFF")
     return connection
 
 
@@ -133,6 +137,33 @@ def _open_files() -> set[tuple[int, int]]:
         with suppress(OSError):  # that of the listing
             facts = os.fstat(int(descriptor))
             found.add((facts.st_dev, facts.st_ino))
+    return found
+
+
+def _require_own_schema(database: Database, path: Path) -> None:
+    """Raise ManifestDamaged for SQL in the schema that no version of this tool wrote.
+
+    The query of a view and the body of a trigger run with our statements, and may never end.
+    """
+    rows = database.execute("SELECT type, name, sql FROM sqlite_schema").fetchall()
+    for kind, name, sql in rows:
+        is_virtual = kind == "table" and str(sql).upper().startswith("CREATE VIRTUAL")
+        if kind not in ("table", "index", "trigger") or is_virtual:
+            raise damaged(path, f"it has a {'virtual table' if is_virtual else shown(kind)}")
+        if kind == "trigger" and str(sql) not in _known_triggers():
+            raise damaged(path, f"a trigger of another origin: {shown(name)}")
+
+
+@functools.cache
+def _known_triggers() -> set[str]:
+    """The statements of all triggers that some version of the manifest has."""
+    database = Database(memory=True)
+    found: set[str] = set()
+    for migration in migrations.pending(database):
+        migrations.apply(database, stop_before=migration.name)
+        rows = database.execute("SELECT sql FROM sqlite_schema WHERE type = 'trigger'").fetchall()
+        found |= {str(sql) for (sql,) in rows}
+    database.close()
     return found
 
 

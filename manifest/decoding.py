@@ -205,13 +205,16 @@ SHARDS: Final[Mapping[str, Check]] = {
     "digest": _optional_text,
 }
 
+#: Of one state and reason, so that the sum of all fits into 64 bits.
+_tally = integer(0, 1 << 56)
+
 TALLIES: Final[Mapping[str, Check]] = {
     "state": one_of(State),
     "reason": lambda value: None if value == "" else one_of(Reason)(value),
-    "num_rows": _number,
-    "num_tokens": _number,
-    "size_bytes": _number,
-    "num_untrained": _number,
+    "num_rows": _tally,
+    "num_tokens": _tally,
+    "size_bytes": _tally,
+    "num_untrained": _tally,
 }
 
 

@@ -14,8 +14,8 @@ from prompts.types import InputError
 CHUNK_BYTES: Final = 1 << 20
 GZIP_MAGIC: Final = b"\x1f\x8b"
 ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
-#: zstd's own bound, so that files made with --long open as well.
-MAX_WINDOW_BYTES: Final = 1 << 31
+#: What zstd decompresses without being asked for more; `--long=27` needs as much.
+MAX_WINDOW_BYTES: Final = 1 << 27
 #: Bytes of a zstd file to decompress at a time. Four bytes may expand to 128 KiB, so the pieces are
 #: small, and shrink after a piece that expanded to much.
 MIN_BITE_BYTES: Final = 1 << 6
@@ -94,6 +94,11 @@ def explained(path: str) -> Iterator[None]:
         if type(exc).__module__.partition(".")[0] not in ("zstandard", "pyarrow"):
             raise
         line = str(exc).strip().partition("\n")[0]
+        if "too much memory" in line:
+            raise InputError(
+                f"{path}: its zstd window is larger than {MAX_WINDOW_BYTES >> 20} MiB: compress it "
+                "again with a smaller --long, or without"
+            ) from exc
         raise InputError(f"{path}: damaged or cut off ({line}): copy the file again") from exc
 
 

@@ -64,6 +64,8 @@ def prepare_out(
         ):
             os.write(descriptor, b"x")
             directory.unlink(name)
+    except NotADirectoryError as error:  # which names a part of the path
+        raise storage_error(OSError(error.errno, error.strerror), where=out) from error
     except OSError as error:
         raise storage_error(error, where=out) from error
     if (free := free_bytes(out)) < min_free_bytes:

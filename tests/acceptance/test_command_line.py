@@ -656,6 +656,8 @@ def value_for(option: click.Option, template: Path) -> tuple[str, Any]:
         return str(template), template.read_text()
     if option.is_flag:
         return ("0", False) if option.default is True else ("1", True)
+    if option.type is option_types.BY_NAME["file_mode"]:
+        return "640", 0o640
     match option.type:
         case OneOf(choices=choices) | click.Choice(choices=choices):
             return choices[-1], choices[-1]

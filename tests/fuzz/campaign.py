@@ -9,7 +9,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 #: Deaths and hangs of one group after which the rest is left out.
 MAX_DEATHS = 10
 
@@ -55,7 +57,11 @@ def _run_child(group: str, seeds: Mapping[str, range]) -> tuple[list[Fault], Fau
             stdout=subprocess.PIPE,
             stderr=errors,
             pass_fds=(progress.fileno(),),
-            env={**os.environ, "FUZZ_PROGRESS": str(progress.fileno())},
+            env={
+                **os.environ,
+                "FUZZ_PROGRESS": str(progress.fileno()),
+                "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests"))),
+            },
         )
         faults = [Fault(**json.loads(line)) for line in done.stdout.splitlines()]
         at = os.pread(progress.fileno(), 64, 0).decode().strip()

@@ -11,12 +11,6 @@ pytestmark = [pytest.mark.timeout(600)]
 
 #: Inputs of each target that the daily tests try.
 SLICE = 10
-#: Groups with known faults. Remove an entry together with its cause; add none.
-KNOWN = {"column", "data_set"}
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.xfail(reason="known faults")] if name in KNOWN else [])
-    for name in GROUPS
-]
 
 
 def require_no_faults(name: str, seeds: dict[str, range]) -> None:
@@ -25,13 +19,13 @@ def require_no_faults(name: str, seeds: dict[str, range]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", GROUPS)
 def test_no_input_is_a_fault(name: str) -> None:
     counts = {target.name: target.count for target in group(name).values()}
     require_no_faults(name, {target: range(count) for target, count in counts.items()})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", GROUPS)
 def test_the_first_inputs_of_each_target_are_no_fault(name: str) -> None:
     require_no_faults(name, {target: range(SLICE) for target in group(name)})
 

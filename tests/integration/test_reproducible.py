@@ -35,6 +35,9 @@ from prompts.ambient import parse_moment
 from prompts.reading_options import ReadingOptions, TemplateOptions
 from prompts.render import Renderer
 
+#: Each run starts a process that tokenises.
+pytestmark = pytest.mark.slow
+
 NUM_ROWS = 40
 FIRST, LATER = "2026-01-31T23:59:59+01:00", "2026-02-01T08:00:00+09:00"
 WITH_CLOCK = "<|im_start|>system\nIt is {{ strftime_now('%d %b %Y %H:%M:%S') }}<|im_end|>\n" + QWEN3

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 import numpy as np
@@ -67,6 +68,7 @@ from extractor.core.timings import DEFAULT_TIMINGS, StoreTimings, Timings
 from extractor.dispatch.budget import max_prompts
 from extractor.pipeline.dry_run import dry_run
 from extractor.pipeline.summary import RunSummary
+from extractor.shards import output_dir
 from extractor.status.reporters import BarReporter, JsonReporter, LineReporter
 from extractor.system.lock import exclusive
 from extractor.testing.fake_model import FakeModel
@@ -1363,13 +1365,13 @@ async def test_an_output_disk_without_room_is_refused_before_the_first_prompt(
 async def test_a_disk_that_takes_no_byte_is_full_not_forbidden(
     tmp_path: Path, dump_root: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Path, data: bytes) -> int:
+    def full(descriptor: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     async with FakeServer(dump_root).running() as server:
         path = write_prompts(tmp_path / "p.jsonl", make_prompts(1))
         options = options_for(server, path, tmp_path / "out")
-        monkeypatch.setattr(Path, "write_bytes", full)
+        monkeypatch.setattr(output_dir, "os", SimpleNamespace(write=full, path=os.path))
         with pytest.raises(SpaceError):
             await run(options, notes)
 

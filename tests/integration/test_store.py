@@ -299,6 +299,25 @@ def test_a_file_that_is_no_database_is_named(path: Path) -> None:
             opener(path)
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE VIEW endless AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x FROM n) "
+        "SELECT x FROM n",
+        "CREATE TRIGGER of_others AFTER INSERT ON prompts BEGIN SELECT 1; END",
+        "CREATE VIRTUAL TABLE words USING fts5(x)",
+    ],
+)
+def test_sql_of_others_in_the_schema_is_never_run(store: Store, path: Path, statement: str) -> None:
+    store.close()
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.close()
+    for open_store in (Store.open_read_only, Store.create_or_open):
+        with pytest.raises(ManifestDamaged, match="not a sound manifest"):
+            open_store(path)
+
+
 def test_a_full_disk_is_told_and_what_was_committed_stays(store: Store, path: Path) -> None:
     store.apply([planned(0)])
     store._db.execute("PRAGMA max_page_count = 20")

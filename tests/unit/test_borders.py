@@ -109,7 +109,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "manifest/decoding.py": {"orjson.loads": "the border of the manifest: each value is checked"},
     "prompts/paths.py": {
         "open": "standard input is kept here",
-        "orjson.loads": "state.json of a data set folder, checked here",
         ".unlink": "what standard input was kept in",
     },
     "prompts/reading_options.py": {"orjson.loads": "what this process encoded"},
@@ -134,46 +133,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "server_patch/weights.py": {"json.loads": "what another rank of this server wrote"},
     "server_patch/writer_protocol.py": {"json.loads": "what this server's own process wrote"},
 }  # fmt: skip
-#: Calls that are to go: remove a line together with its cause. Add none. While there are any,
-#: entries of `ALLOWED` may be unused.
-TO_GO: dict[str, tuple[str, ...]] = {
-    "extractor/cli/prompt_options.py": (".read_text",),
-    "extractor/intake/prompt_files.py": (".unlink",),
-    "extractor/pipeline/run.py": (".mkdir",),
-    "extractor/shards/output_dir.py": (
-        ".mkdir",
-        ".unlink",
-        ".write_bytes",
-    ),
-    "extractor/shards/recovery.py": (".unlink",),
-    "extractor/shards/writer.py": (
-        ".unlink",
-        "os.rename",
-    ),
-    "extractor/status/live_file.py": (
-        ".unlink",
-        ".write_bytes",
-        "orjson.loads",
-        "os.replace",
-    ),
-    "extractor/system/direct_io.py": ("os.open",),
-    "extractor/system/files.py": (
-        ".unlink",
-        "os.open",
-        "os.replace",
-    ),
-    "extractor/system/lock.py": ("os.open",),
-    "extractor/verify/repair.py": (
-        ".unlink",
-        "os.open",
-    ),
-    "manifest/decoding.py": ("json.loads",),
-    "prompts/formats.py": (
-        "open",
-        "os.open",
-    ),
-    "prompts/paths.py": ("os.replace",),
-}
 
 
 @cache
@@ -183,9 +142,8 @@ def found() -> set[tuple[str, str]]:
 
 def test_every_call_that_goes_round_a_border_has_its_reason() -> None:
     allowed = {(path, name) for path, calls in ALLOWED.items() for name in calls}
-    to_go = {(path, name) for path, names in TO_GO.items() for name in names}
-    assert sorted(found() - allowed - to_go) == [], "use the borders, or say why this is safe"
-    assert TO_GO or sorted(allowed - found()) == [], "gone by now: remove these from ALLOWED"
+    assert sorted(found() - allowed) == [], "use the borders, or say why this is safe"
+    assert sorted(allowed - found()) == [], "gone by now: remove these from ALLOWED"
     assert all(reason for calls in ALLOWED.values() for reason in calls.values())
 
 

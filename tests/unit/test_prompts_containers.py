@@ -197,6 +197,15 @@ def test_memory_does_not_grow_with_the_file(
     assert peak_bytes(12_000) < peak_bytes(3_000) + (2 << 20)  # the files: 6 MB and 1.5 MB
 
 
+def test_a_zstd_file_whose_window_takes_much_memory_is_refused(tmp_path: Path) -> None:
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=29)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path = tmp_path / "a.zst"
+    path.write_bytes(compressor.compress(as_jsonl(ROWS)) + compressor.flush())
+    with pytest.raises(InputError, match="window is larger than 128 MiB"):
+        scan_inputs([path])
+
+
 def test_an_invalid_element_fails_its_row_and_not_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(
