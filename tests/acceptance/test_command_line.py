@@ -472,9 +472,9 @@ def test_a_signal_before_the_first_prompt_is_130(
 @pytest.mark.parametrize(
     ("arguments", "spooled"),
     [
-        (["run", "--out", "out"], "out/stdin.new"),
-        (["run", "--dry-run", "--tokenizer", "none"], "dry-run-*/stdin.new"),
-        (["show", "--tokenizer", "none"], "show-*/stdin.new"),
+        (["run", "--out", "out"], "out/.tmp-*"),
+        (["run", "--dry-run", "--tokenizer", "none"], "dry-run-*/.tmp-*"),
+        (["show", "--tokenizer", "none"], "show-*/.tmp-*"),
     ],
     ids=["run", "dry-run", "show"],
 )
@@ -491,7 +491,7 @@ def test_a_signal_ends_a_command_that_waits_for_an_idle_input(
     assert process.wait(PATIENCE_S) == 130  # with the input open all the while
     _, errors = process.communicate()
     assert errors.strip().removeprefix("extractor: ") == "interrupted"
-    assert [path.name for path in tmp_path.rglob("stdin*")] == []
+    assert [*tmp_path.rglob("stdin*"), *tmp_path.glob(spooled)] == []
 
 
 @pytest.mark.slow
