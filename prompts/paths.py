@@ -69,7 +69,7 @@ class Spool:
     def __init__(self, directory: Path, *, mode: int = DEFAULT_FILE_MODE) -> None:
         """`directory`: exists when the copy is made. `mode`: permission bits of the copy."""
         self._directory = directory
-        self._mode = mode
+        self.mode = mode
         self._unfinished: str | None = None
 
     @property
@@ -89,7 +89,7 @@ class Spool:
         try:
             with (
                 Directory.open(self._directory) as directory,
-                directory.new_file(mode=self._mode) as (self._unfinished, descriptor),
+                directory.new_file(mode=self.mode) as (self._unfinished, descriptor),
             ):
                 self._keep(stream, directory, self._unfinished, descriptor)
         except UnsafeFile as exc:

@@ -146,10 +146,7 @@ def require_file_mode(file_mode: int, *, name: str) -> None:
     """Raise SettingsError, naming the option `name`, for permission bits that files cannot have."""
     if file_mode & ~0o664 or file_mode & 0o600 != 0o600:
         # Whom others let write could put files of their own in the place of these.
-        raise SettingsError(
-            f"{name} must be octal, 600 with read or write bits for the group and read bits for "
-            f"others, is {file_mode:o}"
-        )
+        raise SettingsError(f"{name} must be octal: 600, 640, 644, 660 or 664, is {file_mode:o}")
 
 
 def directory_mode(file_mode: int) -> int:

@@ -24,6 +24,7 @@ class UntrustedDirectory(OSError):
     """Other users can change a directory, or what its path leads to; `strerror` says how."""
 
     owner: int | None = None  # the user who is not trusted, where it is one
+    bits = 0  # permission bits that others must not have
 
 
 def open_trusted(
@@ -47,9 +48,7 @@ def open_trusted(
     trusted = {0, os.geteuid(), *owners}
     path = path.absolute()
     if path.is_symlink():
-        raise UntrustedDirectory(
-            errno.ELOOP, f"is a link to {path.readlink()}: name that directory", str(path)
-        )
+        raise UntrustedDirectory(errno.ELOOP, f"is a link to {path.readlink()}", str(path))
     # The path's links are followed once, here; if one is changed meanwhile, the walk fails.
     real = Path(os.path.realpath(path.parent), path.name)
     if path.name == "..":
@@ -92,4 +91,8 @@ def _require_trusted(
     if writable:
         who = "others" if writable & 0o002 else "its group"
         mode = stat.S_IMODE(facts.st_mode)
-        raise UntrustedDirectory(errno.EPERM, f"can be changed by {who} (mode {mode:o})", place)
+        untrusted = UntrustedDirectory(
+            errno.EPERM, f"can be changed by {who} (mode {mode:o})", place
+        )
+        untrusted.bits = writable
+        raise untrusted

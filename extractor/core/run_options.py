@@ -30,7 +30,7 @@ from extractor.core.option import (
 )
 from extractor.core.row_policy import DEFAULT_POLICY, Policy
 from prompts.reading_options import DEFAULTS, ReadingOptions
-from server_patch.settings import DEFAULT_FILE_MODE, SettingsError, require_file_mode
+from server_patch.settings import SettingsError, require_file_mode
 
 DEFAULT_SHARD_BYTES = 4 << 30
 
@@ -95,18 +95,20 @@ class Output:
         ),
     ] = DEFAULT_SHARD_BYTES
     file_mode: Annotated[
-        int,
+        int | None,
         Option(
             "--file-mode",
             "Permission bits of new files, such as 640 for readers of this user's group. New "
-            "directories get the same, with search for readers.",
+            "directories get the same, with search for readers.  [default: 600, or as the data set "
+            "has them]",
             metavar="OCTAL",
-            default="600",
         ),
-    ] = DEFAULT_FILE_MODE
+    ] = None
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.file_mode is None:
+            return
         try:
             require_file_mode(self.file_mode, name="--file-mode")
         except SettingsError as error:

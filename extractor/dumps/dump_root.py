@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from extractor.core.errors import BadDumpDir, storage_error
-from extractor.core.locations import DumpRoot
+from extractor.core.locations import DEFAULT_DUMP_ROOT, DumpRoot
 from manifest.causes import LIMIT_ERRNOS
 from server_patch.directory import Directory
 from server_patch.settings import is_boot_id
@@ -31,7 +32,7 @@ def open_root(root: DumpRoot, *, make_mode: int | None = None) -> Directory | No
     try:
         return open_trusted(root.path, owners=owners, is_shared=root.is_shared, make_mode=make_mode)
     except UntrustedDirectory as error:
-        raise BadDumpDir(_refusal(root, error)) from error
+        raise BadDumpDir(_refusal(root, error, is_made=make_mode is not None)) from error
     except OSError as error:
         if isinstance(error, FileNotFoundError) and make_mode is None:
             return None
@@ -47,20 +48,31 @@ def open_root(root: DumpRoot, *, make_mode: int | None = None) -> Directory | No
         ) from error
 
 
-def _refusal(root: DumpRoot, error: UntrustedDirectory) -> str:
-    place = error.filename
-    advice = (
-        "Name another directory with --dump-dir"
-        if error.owner is not None or Path(place) != root.path
-        else f"Run `chmod go-w {place}`, or name another directory with --dump-dir"
-    )
+def _refusal(root: DumpRoot, error: UntrustedDirectory, *, is_made: bool) -> str:
+    """`is_made`: for a server of this user, which is started there."""
+    place = Path(error.filename)
+    others = "Name another directory with --dump-dir"
+    sharing = ""
     if error.errno == errno.ELOOP:
-        advice = "Name that directory with --dump-dir"
-    return (
+        others = "Name a directory, not a link, with --dump-dir"
+    elif error.owner is not None and place == root.path and root.path != DEFAULT_DUMP_ROOT:
+        sharing = f"If you trust that user's server, add --dump-owner {error.owner}."
+    elif error.bits:
+        if place.stat().st_uid == os.geteuid():
+            who = "".join(name for name, bit in (("g", 0o020), ("o", 0o002)) if error.bits & bit)
+            others = f"Run `chmod {who}-w {place}`, or name another directory with --dump-dir"
+        if place == root.path and error.bits == 0o020:
+            sharing = (
+                "To share it with its group, start the server with --file-mode 660."
+                if is_made
+                else "If a group shares it, add --dump-owner and the user whose server dumps there "
+                "(you, if it is your server)."
+            )
+    refusal = (
         f"the dump directory {root.path} is not used, as others could change what is in it: "
-        f"{place} {error.strerror}. {advice}. If the server of another user dumps there, name that "
-        f"user: --dump-owner {'USER' if error.owner is None else error.owner}"
+        f"{place} {error.strerror}. {others}"
     )
+    return f"{refusal}. {sharing}".rstrip(". ") + "."
 
 
 def rank_directories(root: Directory) -> Iterator[tuple[str, int, Directory | OSError]]:

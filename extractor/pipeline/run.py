@@ -47,7 +47,12 @@ from extractor.servers.client import Client, clients_of
 from extractor.servers.probe import require_probe
 from extractor.servers.shm_budget import headroom
 from extractor.servers.target import Target, require_targets
-from extractor.shards.output_dir import OutputDirectory, manifest_warning, prepare_out
+from extractor.shards.output_dir import (
+    OutputDirectory,
+    manifest_warning,
+    mode_of_files,
+    prepare_out,
+)
 from extractor.shards.recovery import Reconciled, reconcile, require_begun, require_manifest
 from extractor.shards.sequence import seal_left_open
 from extractor.shards.writer import ShardSettings
@@ -75,7 +80,7 @@ async def run(
     require_connections(options.load.concurrency, num_servers=len(options.servers.urls))
     out = options.output.directory
     reporter = Together() if reporter is None else Together(reporter)
-    file_mode = options.output.file_mode
+    file_mode, has_others = mode_of_files(out, asked=options.output.file_mode)
     spool = Spool(out, mode=file_mode)
     try:
         files = await asyncio.to_thread(_scan, options, timings.store, spool)
@@ -85,6 +90,12 @@ async def run(
     prepare_out(out, min_free_bytes=timings.store.min_free_bytes, file_mode=file_mode)
     if (warning := manifest_warning(out)) is not None:
         reporter.report(warning, level="warning")
+    if has_others:
+        reporter.report(
+            f"warning: --file-mode {file_mode:o} is given to new files only. Run chmod for those "
+            f"that {out} has already",
+            level="warning",
+        )
     try:
         with (
             exclusive(out, file_mode=file_mode) as directory,
@@ -95,7 +106,7 @@ async def run(
                 output.out, file_mode=file_mode, interval_s=timings.status.live_interval_s
             )
             with closing(live_file) as live:
-                async with _open_manifest(options) as owner:
+                async with _open_manifest(options.output.manifest_path, file_mode) as owner:
                     extraction = _Extraction(
                         options=options,
                         files=files,
@@ -111,17 +122,15 @@ async def run(
 
 def _scan(options: RunOptions, timings: StoreTimings, spool: Spool) -> tuple[InputFile, ...]:
     if reads_stdin(options.input.paths):
-        output = options.output
         prepare_out(
-            output.directory, min_free_bytes=timings.min_free_bytes, file_mode=output.file_mode
+            options.output.directory, min_free_bytes=timings.min_free_bytes, file_mode=spool.mode
         )
     return scan_prompts(options.input.paths, options.input.reading, spool=spool)
 
 
 @asynccontextmanager
-async def _open_manifest(options: RunOptions) -> AsyncIterator[StoreOwner]:
-    output = options.output
-    owner = await StoreOwner.open(output.manifest_path, file_mode=output.file_mode)
+async def _open_manifest(path: Path, file_mode: int) -> AsyncIterator[StoreOwner]:
+    owner = await StoreOwner.open(path, file_mode=file_mode)
     try:
         yield owner
     except BaseException:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from extractor.core.errors import UsageError, storage_error
+from extractor.core.errors import UsageError
 
 API_KEY_VARIABLE: Final = "EXTRACTOR_API_KEY"
 MAX_KEY_BYTES: Final = 4096
@@ -40,7 +40,10 @@ def _checked(value: str, *, origin: str) -> ApiKey:
     if not value:
         raise UsageError(f"{origin} is empty: write the key in its first line")
     if not value.isascii() or not value.isprintable():
-        raise UsageError(f"{origin} holds what no header may: a line end?")
+        raise UsageError(
+            f"{origin} holds a character that is not printable ASCII, such as a line end. Write "
+            "the key alone"
+        )
     return ApiKey(value=value, origin=origin)
 
 
@@ -49,7 +52,7 @@ def _first_line(path: Path) -> str:
         # A pipe that nobody writes to would be waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise storage_error(error) from error
+        raise UsageError(f"--api-key-file {path} cannot be read ({error.strerror})") from error
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from extractor.core.errors import SpaceError, UsageError, storage_error
 from extractor.core.humanize import amount
-from extractor.core.locations import SHARDS_DIRECTORY
+from extractor.core.locations import MANIFEST_NAME, SHARDS_DIRECTORY
 from extractor.core.timings import DEFAULT_TIMINGS
 from extractor.system.files import (
     MEMORY_FILE_SYSTEMS,
@@ -73,6 +73,18 @@ def prepare_out(
             f"{out}: only {amount(free)} free, a run begins with "
             f"{amount(min_free_bytes)} at least. Free space or name another --out."
         )
+
+
+def mode_of_files(out: Path, *, asked: int | None) -> tuple[int, bool]:
+    """The permission bits of new files, and whether the data set's own differ from them.
+
+    Those `asked` for; else those of the manifest, which a resumed data set goes on with; else 600.
+    """
+    try:
+        found = (out / MANIFEST_NAME).lstat().st_mode & 0o664 | DEFAULT_FILE_MODE
+    except OSError:  # whatever it is, it is met again where it matters
+        return (DEFAULT_FILE_MODE if asked is None else asked), False
+    return (found, False) if asked is None else (asked, asked != found)
 
 
 def _make(path: Path, *, mode: int) -> None:

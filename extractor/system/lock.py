@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from extractor.core.errors import ExtractorError, OutputBusy, storage_error
+from extractor.core.errors import ExtractorError, OutputBusy, UsageError, storage_error
 from extractor.system.process_id import is_same_process, pid_namespace, process_start_ticks
 from manifest.causes import NO_LOCKS_ERRNOS
-from server_patch.directory import Directory
+from server_patch.directory import Directory, UnsafeFile
 from server_patch.settings import DEFAULT_FILE_MODE
 
 LOCK_NAME = ".lock"
@@ -28,6 +28,12 @@ def exclusive(out: Path, *, file_mode: int = DEFAULT_FILE_MODE) -> Iterator[Dire
     try:
         directory = Directory.open(out)
         descriptor = directory.open_to_write(LOCK_NAME, mode=file_mode)
+    except UnsafeFile as error:
+        raise UsageError(
+            f"{out / LOCK_NAME} {error.strerror}, and nothing was changed. A data set is written "
+            "by one user, or by several where the directory is owned by who wrote its files. "
+            "Name another --out."
+        ) from error
     except OSError as error:
         raise storage_error(error, where=out) from error
     with directory:

@@ -19,7 +19,7 @@ from extractor.core.identity import Identity
 from extractor.core.locations import DATASET_NAME, MANIFEST_NAME
 from extractor.core.run_options import DEFAULT_SHARD_BYTES
 from extractor.shards.dataset import dataset_document
-from extractor.shards.output_dir import OutputDirectory
+from extractor.shards.output_dir import OutputDirectory, mode_of_files
 from extractor.shards.recovery import ManifestLost
 from extractor.shards.writer import ShardSettings, ShardWriter
 from extractor.status.live_file import LIVE_NAME
@@ -30,7 +30,6 @@ from manifest.exceptions import ManifestDamaged, ManifestError, ManifestSpaceErr
 from manifest.records import Forgotten, Relocated, Shard, StoredRow
 from manifest.store import Store
 from server_patch.directory import Directory
-from server_patch.settings import DEFAULT_FILE_MODE
 
 _ADVICE = (
     "Nothing was changed. Only the manifest knew what it held: restore it from a copy, or extract "
@@ -92,7 +91,7 @@ def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple
     with suppress(ManifestDamaged, ManifestLost):
         open_manifest(out).close()
     try:
-        file_mode = _file_mode(out)
+        file_mode, _ = mode_of_files(out, asked=None)
         with ExitStack() as stack:
             directory = stack.enter_context(exclusive(out, file_mode=file_mode))
             found = audit(out, progress=progress)
@@ -103,13 +102,6 @@ def audit_and_repair(out: Path, *, progress: Progress = lambda _: None) -> tuple
             return found, _repair(output, found)
     except OSError as error:
         raise storage_error(error, where=out) from error
-
-
-def _file_mode(out: Path) -> int:
-    """The permission bits of the manifest, which new files get, too."""
-    with suppress(FileNotFoundError):
-        return (out / MANIFEST_NAME).lstat().st_mode & 0o666 | DEFAULT_FILE_MODE
-    return DEFAULT_FILE_MODE
 
 
 def _repair(output: OutputDirectory, found: Audit) -> Repair:

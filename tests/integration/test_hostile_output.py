@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -501,8 +502,9 @@ async def test_files_have_exactly_the_mode_that_is_asked_for(
     assert wrong == {}
 
 
-async def test_a_data_set_keeps_the_modes_that_it_has_and_its_new_files_get_the_one_asked_for(
-    options: RunOptions, notes: Notes, out: Path
+@pytest.mark.parametrize("asked", [None, 0o600])
+async def test_new_files_of_a_data_set_get_the_mode_asked_for_or_else_the_manifests(
+    options: RunOptions, notes: Notes, out: Path, asked: int | None
 ) -> None:
     for path in [out, *out.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
@@ -512,13 +514,17 @@ async def test_a_data_set_keeps_the_modes_that_it_has_and_its_new_files_get_the_
     audit_and_repair(out)  # has no option: the manifest's mode
     (repaired,) = (out / "shards").iterdir()
     assert stat.S_IMODE(repaired.stat().st_mode) == 0o644
-    await run(options, notes)
+    output = replace(options.output, file_mode=asked)
+    await run(replace(options, output=output), notes)
+    warning = f"--file-mode 600 is given to new files only. Run chmod for those that {out} has"
+    assert (warning in str(notes.messages)) == (asked is not None)
     assert_whole(out, PROMPTS)
+    new = asked or 0o644
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in out.rglob("*")}
     again = f"shard-{int(repaired.stem[-6:]) + 1:06d}.safetensors"
     assert modes == {
-        "shards": 0o755, repaired.name: 0o644, again: 0o600, LOCK_NAME: 0o644,
-        MANIFEST_NAME: 0o644, "dataset.json": 0o600,
+        "shards": 0o755, repaired.name: 0o644, again: new, LOCK_NAME: 0o644,
+        MANIFEST_NAME: 0o644, "dataset.json": new,
     }  # fmt: skip
 
 
