@@ -272,7 +272,7 @@ class Arena:
         """
         libc = ctypes.CDLL(None, use_errno=True)
         path.mkdir(parents=True, exist_ok=True)
-        options = f"size={size_bytes}"
+        options = f"size={size_bytes},mode=0700"  # others could change what is under a root else
         private = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
         if not self._mounts and (
             libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, private, None)
