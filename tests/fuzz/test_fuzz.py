@@ -10,7 +10,7 @@ from fuzz.targets import GROUPS, group
 pytestmark = [pytest.mark.timeout(600)]
 
 #: Inputs of each target that the daily tests try.
-SLICE = 10
+SLICE = 4
 
 
 def require_no_faults(name: str, seeds: dict[str, range]) -> None:

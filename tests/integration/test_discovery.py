@@ -71,7 +71,9 @@ def test_a_dump_dir_that_is_a_file_or_a_dangling_link_is_an_error(tmp_path: Path
     with pytest.raises(BadDumpDir, match=r"cannot be read .Not a directory"):
         no_ranks(tmp_path / "file")
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(BadDumpDir, match=r"link is a link to nowhere.* Name that directory"):
+    with pytest.raises(
+        BadDumpDir, match=r"link is a link to nowhere.* Name a directory, not a link"
+    ):
         no_ranks(tmp_path / "link")
 
 

@@ -142,7 +142,7 @@ class RefusingServer(FakeServer):
     [
         (None, f"answers 401: it wants an API key. Set {API_KEY_VARIABLE}"),
         ("wrong", f"answers 401: it wants another API key than {API_KEY_VARIABLE} holds"),
-        ("with\nline", f"{API_KEY_VARIABLE} holds what no header may"),
+        ("with\nline", f"{API_KEY_VARIABLE} holds a character that is not printable ASCII"),
     ],
 )
 async def test_a_key_that_is_refused_is_told_from_a_server_that_is_not_there(

@@ -300,6 +300,7 @@ async def test_a_repair_removes_shards_of_the_directory_that_it_opened_only(
 # --- a data set that was passed on ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["link", "second name", "pipe", "socket"])
 @pytest.mark.parametrize(
     "name",
@@ -388,6 +389,7 @@ STATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statement", STATED, ids=lambda text: text[:70])
 async def test_whatever_the_manifest_states_each_command_has_an_answer(
     options: RunOptions, notes: Notes, out: Path, statement: str

@@ -182,8 +182,8 @@ def test_a_key_file_of_others_is_refused_with_the_remedy(key_file: Path, mode: i
     [
         (b"", "is empty"),
         (b"\nsk-1\n", "is empty"),
-        (b"sk-\x1b", "holds what no header may"),
-        ("sk-é".encode(), "holds what no header may"),
+        (b"sk-\x1b", "holds a character that is not printable ASCII"),
+        ("sk-é".encode(), "holds a character that is not printable ASCII"),
         (b"k" * (MAX_KEY_BYTES + 1), "longer than any key"),
     ],
 )
