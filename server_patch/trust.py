@@ -23,8 +23,8 @@ _PARENT_MODE: Final = 0o755
 class UntrustedDirectory(OSError):
     """Other users can change a directory, or what its path leads to; `strerror` says how."""
 
-    owner: int | None = None  # the user who is not trusted, where it is one
-    bits = 0  # permission bits that others must not have
+    owner: int | None = None  # of the directory; None for a link
+    bits = 0  # its permission bits that others must not have; 0 where its owner is not trusted
 
 
 def open_trusted(
@@ -82,17 +82,18 @@ def _require_trusted(
     facts = os.fstat(directory.descriptor)
     place = str(directory.path)
     if facts.st_uid not in trusted:
-        untrusted = UntrustedDirectory(errno.EPERM, f"belongs to user {facts.st_uid}", place)
-        untrusted.owner = facts.st_uid
-        raise untrusted
+        raise _untrusted(f"belongs to user {facts.st_uid}", place, facts.st_uid)
     if is_parent and facts.st_mode & stat.S_ISVTX:
         return
     writable = facts.st_mode & (0o002 if is_shared else _WRITABLE_BY_OTHERS)
     if writable:
         who = "others" if writable & 0o002 else "its group"
         mode = stat.S_IMODE(facts.st_mode)
-        untrusted = UntrustedDirectory(
-            errno.EPERM, f"can be changed by {who} (mode {mode:o})", place
-        )
-        untrusted.bits = writable
-        raise untrusted
+        problem = f"can be changed by {who} (mode {mode:o})"
+        raise _untrusted(problem, place, facts.st_uid, writable)
+
+
+def _untrusted(problem: str, place: str, owner: int, bits: int = 0) -> UntrustedDirectory:
+    error = UntrustedDirectory(errno.EPERM, problem, place)
+    error.owner, error.bits = owner, bits
+    return error

@@ -55,24 +55,24 @@ def _refusal(root: DumpRoot, error: UntrustedDirectory, *, is_made: bool) -> str
     sharing = ""
     if error.errno == errno.ELOOP:
         others = "Name a directory, not a link, with --dump-dir"
-    elif error.owner is not None and place == root.path and root.path != DEFAULT_DUMP_ROOT:
-        sharing = f"If you trust that user's server, add --dump-owner {error.owner}."
-    elif error.bits:
-        if place.stat().st_uid == os.geteuid():
+    elif not error.bits:
+        if place == root.path != DEFAULT_DUMP_ROOT:
+            sharing = f" If you trust that user's server, add --dump-owner {error.owner}."
+    else:
+        if error.owner == os.geteuid():
             who = "".join(name for name, bit in (("g", 0o020), ("o", 0o002)) if error.bits & bit)
             others = f"Run `chmod {who}-w {place}`, or name another directory with --dump-dir"
         if place == root.path and error.bits == 0o020:
             sharing = (
-                "To share it with its group, start the server with --file-mode 660."
+                " To share it with its group, start the server with --file-mode 660."
                 if is_made
-                else "If a group shares it, add --dump-owner and the user whose server dumps there "
-                "(you, if it is your server)."
+                else " If a group shares it, add --dump-owner and the user whose server dumps "
+                "there (you, if it is your server)."
             )
-    refusal = (
+    return (
         f"the dump directory {root.path} is not used, as others could change what is in it: "
-        f"{place} {error.strerror}. {others}"
+        f"{place} {error.strerror}. {others}.{sharing}"
     )
-    return f"{refusal}. {sharing}".rstrip(". ") + "."
 
 
 def rank_directories(root: Directory) -> Iterator[tuple[str, int, Directory | OSError]]:

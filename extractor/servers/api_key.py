@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from extractor.core.errors import UsageError
+from prompts.regular_file import NotRegular, open_regular
 
 API_KEY_VARIABLE: Final = "EXTRACTOR_API_KEY"
 MAX_KEY_BYTES: Final = 4096
@@ -49,14 +50,13 @@ def _checked(value: str, *, origin: str) -> ApiKey:
 
 def _first_line(path: Path) -> str:
     try:
-        # A pipe that nobody writes to would be waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open_regular(path)
+    except (NotRegular, IsADirectoryError) as error:
+        raise UsageError(f"--api-key-file {path} is not a regular file") from error
     except OSError as error:
         raise UsageError(f"--api-key-file {path} cannot be read ({error.strerror})") from error
-    try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            raise UsageError(f"--api-key-file {path} is not a regular file")
+    with file:
+        facts = os.fstat(file.fileno())
         if facts.st_uid not in (0, os.geteuid()):
             raise UsageError(f"--api-key-file {path} belongs to user {facts.st_uid}, not to you")
         if facts.st_mode & 0o027:
@@ -64,9 +64,7 @@ def _first_line(path: Path) -> str:
                 f"--api-key-file {path} has mode {stat.S_IMODE(facts.st_mode):o}: others can read "
                 f"or change it. Run: chmod 600 {path}"
             )
-        line, end, _ = os.read(descriptor, MAX_KEY_BYTES + 1).partition(b"\n")
-    finally:
-        os.close(descriptor)
+        line, end, _ = file.read(MAX_KEY_BYTES + 1).partition(b"\n")
     if not end and len(line) > MAX_KEY_BYTES:
         raise UsageError(f"--api-key-file {path}: its first line is longer than any key")
     return line.decode("latin-1").strip()

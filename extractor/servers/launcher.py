@@ -42,6 +42,7 @@ from extractor.servers.sglang_flags import (
 )
 from extractor.servers.target import Target, require_plugin
 from extractor.system.process_tree import ServerProcess, started
+from prompts.regular_file import open_regular
 
 MAX_CONFIG_BYTES = 1 << 20
 WEIGHTS_LOADED_MARK = "Load weight end"
@@ -321,7 +322,7 @@ def _key_path(engine: EngineOptions, key: ApiKey) -> Path | None:
     if (config := engine.config_path) is not None:
         if not config.is_file():
             raise UsageError(f"-- {CONFIG_ARGUMENT} {config}: no such file")
-        with open(config, "rb") as file:
+        with open_regular(config) as file:
             if holds_key(file.read(MAX_CONFIG_BYTES).decode(errors="replace")):
                 return None
         raise UsageError(

@@ -179,6 +179,8 @@ def put(path: Path, kind: str) -> None:
             path.symlink_to(path.name)
         case "other":
             path.symlink_to("/proc/version")
+        case "file":
+            path.write_bytes(b"x")
         case "empty":
             path.write_bytes(b"")
         case "zeros":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sqlite3
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from fuzz.mutation import put
 from helpers import stored_rows
 from hostile.damage import (
     content,
@@ -216,26 +216,6 @@ def test_a_value_that_no_writer_wrote_is_a_finding(
 # --- whole files ---------------------------------------------------------------------------------
 
 
-def in_place_of(path: Path, kind: str) -> None:
-    path.unlink() if path.is_file() else shutil.rmtree(path)
-    match kind:
-        case "pipe":
-            os.mkfifo(path)
-        case "directory":
-            path.mkdir()
-        case "link":
-            path.symlink_to("/dev/zero")
-        case "file":
-            path.write_bytes(b"x")
-        case "zeros":
-            path.write_bytes(bytes(8192))
-        case "deep":
-            path.write_bytes(b"[" * (1 << 20))
-        case "large":
-            with path.open("wb") as file:
-                file.truncate(6 << 30)  # sparse: takes no disk space
-
-
 @pytest.mark.parametrize("kind", ["pipe", "directory", "link", "file", "zeros", "deep", "large"])
 @pytest.mark.parametrize(
     ("name", "expected"),
@@ -251,7 +231,7 @@ def test_foreign_content_in_place_of_a_file_is_a_finding_and_never_blocks(
     tmp_path: Path, out: Path, name: str, expected: FindingKind, kind: str
 ) -> None:
     copy = Path(shutil.copytree(out, tmp_path / "out"))
-    in_place_of(copy / name, kind)
+    put(copy / name, kind)
     tracemalloc.start()
     try:
         found = audit(copy)

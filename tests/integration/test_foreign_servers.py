@@ -6,7 +6,7 @@ import asyncio
 import json
 import sqlite3
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -293,6 +293,15 @@ async def test_a_key_in_the_facts_of_a_server_is_not_kept(monkeypatch: pytest.Mo
     assert facts.version == facts.weight_version == "[removed]"
 
 
+@asynccontextmanager
+async def bytes_served_by(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+) -> AsyncIterator[str]:
+    """The address of a server that writes what it likes to a connection."""
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 async def test_a_key_in_a_broken_answer_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY_VARIABLE, KEY)
 
@@ -301,9 +310,7 @@ async def test_a_key_in_a_broken_answer_is_not_repeated(monkeypatch: pytest.Monk
         writer.write(f"HTTP/1.1 200 OK\r\n{KEY}\x01: x\r\n\r\n".encode())
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with bytes_served_by(answer) as url:
         async with Client(url, concurrency=1, request_timeout_s=5.0) as client:
             failure = await client.generate(REQUEST)
             with pytest.raises(ExtractorError) as caught:
@@ -386,9 +393,7 @@ async def test_endless_headers_end_the_request() -> None:
         except ConnectionError:
             writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with bytes_served_by(answer) as url:
         async with Client(url, concurrency=1, request_timeout_s=30.0) as client:
             failure = await client.generate(REQUEST)
     assert isinstance(failure, Failure)

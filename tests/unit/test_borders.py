@@ -82,10 +82,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "orjson.loads": "config.json of the model that the user names; each value is checked",
         ".read_bytes": "the same file",
     },
-    "extractor/servers/api_key.py": {"os.open": "checks owner, mode and kind on the descriptor"},
     "extractor/servers/launcher.py": {
         "tempfile.mkstemp": "a log or a key: new, exclusive, of this user",
-        "open": "the descriptor of such a file, and the file of arguments that the user names",
+        "open": "the descriptor of such a file",
         ".unlink": "such a file again",
     },
     "extractor/servers/shm_budget.py": {".read_text": "/proc and /sys"},
